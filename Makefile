@@ -1,0 +1,32 @@
+# "make help" lists what there is. Everything works on a fresh Debian or Ubuntu machine without RDMA hardware; scripts/lab
+# says what it installs, and what it would need on other systems.
+
+.PHONY: help demo test test-run lab lint fmt clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo: ## watch valkey-go talk to a real Valkey over RDMA
+	@scripts/lab --setup
+	@mkdir -p build
+	@go build -o build/demo ./examples/demo
+	@scripts/lab build/demo
+
+test: ## all tests, the integration tests in the laboratory among them
+	@scripts/test
+
+test-run: ## one test of the laboratory: make test-run RUN=TestPing
+	@scripts/test -run '$(RUN)'
+
+lab: ## install, fetch and build the laboratory: RDMA and a Valkey with it (scripts/lab --help)
+	@scripts/lab --setup
+
+lint: ## gofmt, go vet, C warnings, shellcheck
+	@scripts/lint
+
+fmt: ## format Go and C
+	@gofmt -w .
+	@clang-format -i *.c *.h
+
+clean: ## remove what was built here; the laboratory's cache stays (~/.cache/valkeyrdma)
+	@rm -rf build

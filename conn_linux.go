@@ -1,0 +1,575 @@
+//go:build linux && cgo
+
+package valkeyrdma
+
+/*
+#cgo noescape vr_read
+#cgo nocallback vr_read
+#cgo noescape vr_write
+#cgo nocallback vr_write
+#cgo noescape vr_pump
+#cgo nocallback vr_pump
+#cgo noescape vr_flushed
+#cgo nocallback vr_flushed
+#include <stdlib.h>
+#include <netinet/in.h>
+#include "conn_linux.h"
+*/
+import "C"
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+	"unsafe"
+)
+
+const (
+	txStaging = 256 << 10
+	// The server posts up to 1024 sends before it looks at their completions (VALKEY_RDMA_MAX_WQE in its src/rdma.c),
+	// each of which takes one of our receives. Twice that leaves it a full queue while ours is being posted again.
+	recvDepth = 2048
+	sendDepth = 256
+	resolveMs = 2000
+
+	again = -C.int64_t(syscall.EAGAIN) // nothing to do: park
+
+	// closeTimeout bounds how long Close waits for accepted bytes to reach the server. A healthy link needs
+	// microseconds; a server that reads nothing must not hold up the caller's error path.
+	closeTimeout = 500 * time.Millisecond
+)
+
+// conn is a connection over RDMA.
+//
+// Three goroutines may be in C at the same time: a reader (under r.mu), a writer (under w.mu), and the pump, which alone
+// waits on the connection's descriptors. Whoever drains the completion queue learns whom to wake, and does: see signal.
+// A token in a side's channel never expires, so a wake-up between a side's last look and its sleep is not lost.
+type conn struct {
+	c             *C.struct_vr_conn
+	file          *os.File // the epoll descriptor, in Go's poller
+	local, remote Addr
+	closed        atomic.Bool
+	life          sync.RWMutex // held for writing while c goes, and for reading by calls under neither r.mu nor w.mu
+	r, w          side
+}
+
+// side is what one direction needs to wait.
+type side struct {
+	mu       sync.Mutex // held by the one reader or writer
+	wake     chan struct{}
+	timer    *time.Timer
+	deadline atomic.Int64 // nanoseconds since epoch; 0: none
+	parked   atomic.Bool
+}
+
+var (
+	_ net.Conn        = (*conn)(nil)
+	_ io.StringWriter = (*conn)(nil)
+
+	epoch = time.Now()
+)
+
+func (s *side) init() {
+	s.wake = make(chan struct{}, 1)
+	s.timer = time.NewTimer(time.Hour)
+	s.timer.Stop()
+}
+
+func (s *side) kick() {
+	select {
+	case s.wake <- struct{}{}:
+	default:
+	}
+}
+
+func (s *side) expired() bool {
+	d := s.deadline.Load()
+	return d != 0 && int64(time.Since(epoch)) >= d
+}
+
+// park waits until woken, or until the deadline. It may return early; the caller looks again.
+func (s *side) park() {
+	s.parked.Store(true)
+	d := s.deadline.Load()
+	if d == 0 {
+		<-s.wake
+	} else {
+		s.timer.Reset(time.Duration(d) - time.Since(epoch))
+		select {
+		case <-s.wake:
+		case <-s.timer.C:
+		}
+		s.timer.Stop()
+	}
+	s.parked.Store(false)
+}
+
+func (s *side) setDeadline(t time.Time) {
+	d := int64(0)
+	if !t.IsZero() {
+		d = max(int64(t.Sub(epoch)), 1)
+	}
+	s.deadline.Store(d)
+	if s.parked.Load() {
+		s.kick()
+	}
+}
+
+func (c *conn) signal(wake C.uint32_t) {
+	if wake&C.VR_WAKE_READER != 0 {
+		c.r.kick()
+	}
+	if wake&C.VR_WAKE_WRITER != 0 {
+		c.w.kick()
+	}
+}
+
+// pump serves completions and connection manager events for as long as the connection lives, whether or not anybody
+// reads: the receives of an idle or a busy subscriber must be posted again, and a writer learns from completions too.
+func (c *conn) pump(raw syscall.RawConn) {
+	// The callback returns false to wait for the descriptor; Read fails when Close closes it.
+	_ = raw.Read(func(uintptr) bool {
+		for {
+			res := C.vr_pump(c.c)
+			c.signal(res.wake)
+			if res.n == 0 {
+				return false
+			}
+		}
+	})
+}
+
+// Read reads what has arrived, at most len(b) bytes. After the server has closed the connection and every byte that
+// came before has been read, it returns io.EOF. A Read that fails with os.ErrDeadlineExceeded has lost nothing and may
+// be repeated.
+func (c *conn) Read(b []byte) (int, error) {
+	c.r.mu.Lock()
+	defer c.r.mu.Unlock()
+	for {
+		if err := c.usable(&c.r); err != nil {
+			return 0, c.opError("read", err)
+		}
+		if len(b) == 0 {
+			return 0, nil
+		}
+		res := C.vr_read(c.c, unsafe.Pointer(unsafe.SliceData(b)), C.size_t(len(b)), 0)
+		c.signal(res.wake)
+		switch {
+		case res.n > 0:
+			return int(res.n), nil
+		case res.n == 0:
+			return 0, io.EOF
+		case res.n != again:
+			return 0, c.opError("read", c.failure(syscall.Errno(-res.n)))
+		}
+		c.r.park()
+	}
+}
+
+// Write takes all of b, or fails. The bytes are copied and on their way when it returns; the count that comes with an
+// error is of those taken. A Write that failed with os.ErrDeadlineExceeded may be continued after that many bytes.
+func (c *conn) Write(b []byte) (int, error) {
+	return c.write(unsafe.Pointer(unsafe.SliceData(b)), len(b))
+}
+
+// WriteString is Write without a copy of s.
+func (c *conn) WriteString(s string) (int, error) {
+	return c.write(unsafe.Pointer(unsafe.StringData(s)), len(s))
+}
+
+func (c *conn) write(p unsafe.Pointer, size int) (int, error) {
+	c.w.mu.Lock()
+	defer c.w.mu.Unlock()
+	done := 0
+	for {
+		if err := c.usable(&c.w); err != nil {
+			return done, c.opError("write", err)
+		}
+		if done == size {
+			return done, nil
+		}
+		res := C.vr_write(c.c, unsafe.Add(p, done), C.size_t(size-done), 0)
+		c.signal(res.wake &^ C.VR_WAKE_WRITER)
+		switch {
+		case res.n > 0:
+			done += int(res.n)
+			if done == size {
+				return done, nil
+			}
+		case res.n != again:
+			return done, c.opError("write", c.failure(syscall.Errno(-res.n)))
+		}
+		if res.wake&C.VR_WAKE_WRITER == 0 {
+			c.w.park()
+		}
+	}
+}
+
+// usable is the part of Read and Write that needs no C: closed, or past its deadline.
+func (c *conn) usable(s *side) error {
+	if c.closed.Load() {
+		return net.ErrClosed
+	}
+	if s.expired() {
+		return os.ErrDeadlineExceeded
+	}
+	return nil
+}
+
+// Close ends the connection. Bytes that Write took are delivered first, if that takes no longer than half a second. Blocked
+// Reads and Writes return at once with net.ErrClosed, as does a second Close.
+func (c *conn) Close() error {
+	if !c.closed.CompareAndSwap(false, true) {
+		return c.opError("close", net.ErrClosed)
+	}
+	c.r.kick()
+	c.w.kick()
+	c.w.mu.Lock()
+	c.drain()
+	C.vr_disconnect(c.c)
+	c.w.mu.Unlock()
+	// Closing the file evicts the pump from the poller and waits for it; taking the lock waits for a reader in C.
+	_ = c.file.Close()
+	c.r.mu.Lock()
+	defer c.r.mu.Unlock()
+	c.w.mu.Lock()
+	defer c.w.mu.Unlock()
+	c.life.Lock()
+	defer c.life.Unlock()
+	C.vr_destroy(c.c)
+	c.c = nil
+	return nil
+}
+
+// drain waits until the server's device has all that was written, or can not have it, or the time is over.
+func (c *conn) drain() {
+	over := time.NewTimer(closeTimeout)
+	defer over.Stop()
+	for {
+		res := C.vr_flushed(c.c)
+		if res.n != 0 {
+			return
+		}
+		if res.wake&C.VR_WAKE_WRITER != 0 {
+			continue
+		}
+		select {
+		case <-c.w.wake:
+		case <-over.C:
+			return
+		}
+	}
+}
+
+// LocalAddr returns the local address, an Addr.
+func (c *conn) LocalAddr() net.Addr { return c.local }
+
+// RemoteAddr returns the server's address, an Addr.
+func (c *conn) RemoteAddr() net.Addr { return c.remote }
+
+// SetDeadline sets both deadlines.
+func (c *conn) SetDeadline(t time.Time) error {
+	if c.closed.Load() {
+		return c.opError("set", net.ErrClosed)
+	}
+	c.r.setDeadline(t)
+	c.w.setDeadline(t)
+	return nil
+}
+
+// SetReadDeadline sets the time after which Read fails with os.ErrDeadlineExceeded; zero means never.
+func (c *conn) SetReadDeadline(t time.Time) error {
+	if c.closed.Load() {
+		return c.opError("set", net.ErrClosed)
+	}
+	c.r.setDeadline(t)
+	return nil
+}
+
+// SetWriteDeadline sets the time after which Write fails with os.ErrDeadlineExceeded; zero means never.
+func (c *conn) SetWriteDeadline(t time.Time) error {
+	if c.closed.Load() {
+		return c.opError("set", net.ErrClosed)
+	}
+	c.w.setDeadline(t)
+	return nil
+}
+
+// Stats returns the connection's counters.
+func (c *conn) Stats() Stats {
+	c.life.RLock()
+	defer c.life.RUnlock()
+	if c.c == nil {
+		return Stats{}
+	}
+	var s C.struct_vr_stats
+	C.vr_get_stats(c.c, &s)
+	return Stats{
+		Device:        C.GoString(&s.device[0]),
+		BytesReceived: uint64(s.rx_bytes), BytesSent: uint64(s.tx_bytes),
+		MessagesReceived: uint64(s.rx_messages), MessagesSent: uint64(s.tx_messages),
+		WindowsReceived: uint64(s.tx_windows), WindowsSent: uint64(s.rx_windows),
+		Fences: uint64(s.fences), CreditWaits: uint64(s.credit_waits), WindowWaits: uint64(s.window_waits),
+		Unread: int(s.rx_unread), Unsent: int(s.tx_unposted), Credits: int(s.credits), SendsQueued: int(s.sq_used),
+		LockedBytes: uint64(s.pinned), ServerWindow: int(s.tx_window),
+		ReceiveDepth: int(s.recv_depth), SendDepth: int(s.send_depth), InlineMax: int(s.inline_max),
+	}
+}
+
+func (c *conn) opError(op string, err error) error {
+	return &net.OpError{Op: op, Net: network, Source: c.local, Addr: c.remote, Err: err}
+}
+
+// failure explains why a connection broke. errno is what C returned, for a connection without a fault: the server
+// closed it.
+func (c *conn) failure(errno syscall.Errno) error {
+	var f C.struct_vr_fault
+	C.vr_get_fault(c.c, &f)
+	if f.kind == C.VR_FAULT_NONE {
+		return errno
+	}
+	return faultError(&f)
+}
+
+// faultError puts a fault of the C half into words, with the errors that a caller may test for.
+func faultError(f *C.struct_vr_fault) error {
+	errno, step := syscall.Errno(f.code), C.GoString(f.step)
+	say := func(cause error, format string, args ...any) error {
+		return &causeError{fmt.Sprintf(format, args...), []error{cause, errno}}
+	}
+	protocol := func(format string, args ...any) error {
+		return say(ErrProtocol, "%v: %s", ErrProtocol, fmt.Sprintf(format, args...))
+	}
+	a, b := uint64(f.a), uint64(f.b)
+	switch f.kind {
+	case C.VR_FAULT_MEMLOCK:
+		size := ""
+		if a > 0 {
+			size = fmt.Sprintf(" (%d bytes)", a)
+		}
+		return say(ErrLockedMemory, "%s%s: %v: %v", step, size, errno, ErrLockedMemory)
+	case C.VR_FAULT_NO_DEVICE:
+		return say(ErrNoDevice, "%s: %v on this host: rdma link lists them, modprobe rdma_ucm loads the connection manager",
+			step, ErrNoDevice)
+	case C.VR_FAULT_NO_ROUTE:
+		return say(ErrNoDevice, "%v on the route to this address: rdma link lists the devices and their network interfaces",
+			ErrNoDevice)
+	case C.VR_FAULT_UNREACHABLE:
+		return say(errno, "%s: no answer from the peer: %v", step, errno)
+	case C.VR_FAULT_REJECTED:
+		return rejectError(errno, int(a))
+	case C.VR_FAULT_NO_IMM:
+		return say(ErrIWARP, "%v", ErrIWARP)
+	case C.VR_FAULT_DROPPED:
+		return say(ErrDropped, "%v", ErrDropped)
+	case C.VR_FAULT_DEVICE_GONE:
+		return say(ErrNoDevice, "the RDMA device is gone: %s", step)
+	case C.VR_FAULT_COMPLETION:
+		return say(errno, "%s failed: %s (status %d, vendor error %#x)", step,
+			C.GoString(C.vr_wc_status_str(C.int(f.a))), a, b)
+	case C.VR_FAULT_CONTROL_SIZE:
+		if a == 0 {
+			return protocol("a control message of more than 32 bytes")
+		}
+		return protocol("a control message of %d bytes, 32 are due", a)
+	case C.VR_FAULT_CONTROL_OPCODE:
+		return protocol("a control message with the unknown opcode %d", a)
+	case C.VR_FAULT_WINDOW_EARLY:
+		return protocol("a new window after %d of %d bytes of the last one were used", b, a)
+	case C.VR_FAULT_WINDOW_LENGTH:
+		return protocol("a window of %d bytes", a)
+	case C.VR_FAULT_IMM_ZERO:
+		return protocol("a write of 0 bytes was announced")
+	case C.VR_FAULT_IMM_OVERRUN:
+		return protocol("a write of %d bytes was announced where %d bytes of the window were left", a, b)
+	case C.VR_FAULT_COMPLETION_KIND:
+		return protocol("a message of an unexpected kind (completion opcode %d)", a)
+	default:
+		return os.NewSyscallError(step, errno)
+	}
+}
+
+// rejectStale is the reject reason for a queue pair number that the server still remembers from an earlier connection.
+const rejectStale = 10
+
+// rejectError names the reasons of IB spec 12.6.7.2 that a Valkey user may meet.
+func rejectError(errno syscall.Errno, reason int) error {
+	text := "the peer's RDMA connection manager refused (reason " + strconv.Itoa(reason) + ")"
+	switch reason {
+	case 8:
+		text = "connection refused: nothing listens there for RDMA (reason 8); does the server run with rdma-port, " +
+			"and is this that port?"
+	case rejectStale:
+		text = "connection refused: the server still holds an old connection with this queue pair number (reason 10)"
+	case 28:
+		text = "connection refused by the server's application (reason 28): its log says why"
+	}
+	return &causeError{text, []error{errno}}
+}
+
+func isStale(err error) bool {
+	var stale *staleError
+	return errors.As(err, &stale)
+}
+
+// staleError marks a dial that may succeed with another queue pair.
+type staleError struct{ error }
+
+func (e *staleError) Unwrap() error { return e.error }
+
+var loadLibraries = sync.OnceValue(func() error {
+	var msg [256]C.char
+	if C.vr_load(&msg[0], C.size_t(len(msg))) != 0 {
+		return &causeError{fmt.Sprintf("%v: %s", ErrNoLibrary, C.GoString(&msg[0])), []error{ErrNoLibrary}}
+	}
+	return nil
+})
+
+// dialAddr connects to one address. local may be the zero AddrPort.
+func dialAddr(ctx context.Context, remote, local netip.AddrPort, window uint32) (net.Conn, error) {
+	if err := loadLibraries(); err != nil {
+		return nil, err
+	}
+	for tries := 0; ; tries++ {
+		c, err := dialOnce(ctx, remote, local, window)
+		if err == nil {
+			return c, nil
+		}
+		if !isStale(err) || tries == 4 {
+			return nil, err
+		}
+	}
+}
+
+func dialOnce(ctx context.Context, remote, local netip.AddrPort, window uint32) (*conn, error) {
+	dst, err := sockaddr(remote)
+	if err != nil {
+		return nil, err
+	}
+	var src *C.struct_sockaddr_storage
+	if local.Addr().IsValid() {
+		if src, err = sockaddr(local); err != nil {
+			return nil, err
+		}
+	}
+	opt := C.struct_vr_options{
+		rx_window:  C.uint32_t(window),
+		tx_staging: txStaging,
+		recv_depth: recvDepth,
+		send_depth: sendDepth,
+		resolve_ms: resolveMs,
+	}
+	c := new(conn)
+	var epfd C.int
+	var fault C.struct_vr_fault
+	if C.vr_dial(&c.c, &epfd, (*C.struct_sockaddr)(unsafe.Pointer(dst)), (*C.struct_sockaddr)(unsafe.Pointer(src)),
+		&opt, &fault) != 0 {
+		return nil, faultError(&fault)
+	}
+	c.file = os.NewFile(uintptr(epfd), "rdma")
+	raw, err := c.file.SyscallConn()
+	if err == nil {
+		err = c.awaitConnected(ctx, raw)
+	}
+	if err != nil {
+		_ = c.file.Close()
+		C.vr_destroy(c.c)
+		return nil, err
+	}
+	var l, p C.struct_sockaddr_storage
+	C.vr_addresses(c.c, &l, &p)
+	c.local, c.remote = goAddr(&l), Addr{remote}
+	c.r.init()
+	c.w.init()
+	go c.pump(raw)
+	return c, nil
+}
+
+// awaitConnected drives the dial through the events of the connection manager until it is done or ctx is.
+func (c *conn) awaitConnected(ctx context.Context, raw syscall.RawConn) error {
+	stop := context.AfterFunc(ctx, func() { _ = c.file.SetReadDeadline(time.Unix(1, 0)) })
+	defer stop()
+	ret := C.int(0)
+	err := raw.Read(func(uintptr) bool {
+		ret = C.vr_dial_step(c.c)
+		return ret != 0
+	})
+	switch {
+	case ret == 1 && stop():
+		return nil // and the AfterFunc will not run: the pump's descriptor has no deadline
+	case ret < 0:
+		var f C.struct_vr_fault
+		C.vr_get_fault(c.c, &f)
+		if f.kind == C.VR_FAULT_REJECTED && f.a == rejectStale {
+			return &staleError{faultError(&f)}
+		}
+		return faultError(&f)
+	case ctx.Err() != nil:
+		return contextError(ctx, C.GoString(C.vr_dial_stage(c.c)))
+	default:
+		return err
+	}
+}
+
+// sockaddr makes the C form of an address. It holds no pointers, so Go memory serves for the time of a call.
+func sockaddr(ap netip.AddrPort) (*C.struct_sockaddr_storage, error) {
+	ss := new(C.struct_sockaddr_storage)
+	port := [2]byte{byte(ap.Port() >> 8), byte(ap.Port())}
+	if ap.Addr().Is4() {
+		sa := (*syscall.RawSockaddrInet4)(unsafe.Pointer(ss))
+		sa.Family = syscall.AF_INET
+		sa.Addr = ap.Addr().As4()
+		*(*[2]byte)(unsafe.Pointer(&sa.Port)) = port
+		return ss, nil
+	}
+	sa := (*syscall.RawSockaddrInet6)(unsafe.Pointer(ss))
+	sa.Family = syscall.AF_INET6
+	sa.Addr = ap.Addr().As16()
+	*(*[2]byte)(unsafe.Pointer(&sa.Port)) = port
+	if zone := ap.Addr().Zone(); zone != "" {
+		index, err := zoneIndex(zone)
+		if err != nil {
+			return nil, err
+		}
+		sa.Scope_id = index
+	}
+	return ss, nil
+}
+
+func zoneIndex(zone string) (uint32, error) {
+	if ifi, err := net.InterfaceByName(zone); err == nil {
+		return uint32(ifi.Index), nil
+	}
+	if n, err := strconv.ParseUint(zone, 10, 32); err == nil {
+		return uint32(n), nil
+	}
+	return 0, &net.AddrError{Err: "no network interface of this name", Addr: zone}
+}
+
+func goAddr(ss *C.struct_sockaddr_storage) Addr {
+	if ss.ss_family == syscall.AF_INET {
+		sa := (*syscall.RawSockaddrInet4)(unsafe.Pointer(ss))
+		port := *(*[2]byte)(unsafe.Pointer(&sa.Port))
+		return Addr{netip.AddrPortFrom(netip.AddrFrom4(sa.Addr), uint16(port[0])<<8|uint16(port[1]))}
+	}
+	sa := (*syscall.RawSockaddrInet6)(unsafe.Pointer(ss))
+	port := *(*[2]byte)(unsafe.Pointer(&sa.Port))
+	ip := netip.AddrFrom16(sa.Addr)
+	if ip.IsLinkLocalUnicast() && sa.Scope_id != 0 {
+		zone := strconv.FormatUint(uint64(sa.Scope_id), 10)
+		if ifi, err := net.InterfaceByIndex(int(sa.Scope_id)); err == nil {
+			zone = ifi.Name
+		}
+		ip = ip.WithZone(zone)
+	}
+	return Addr{netip.AddrPortFrom(ip, uint16(port[0])<<8|uint16(port[1]))}
+}

@@ -1,0 +1,160 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * The contract between the two halves of a connection.
+ *
+ * conn_linux.go owns net.Conn semantics: parking, deadlines, closing, errors. The C half owns verbs and
+ * the connection manager. Every function here returns without blocking, sleeping or printing, and reports a
+ * failure as a negative errno; none calls back into Go.
+ *
+ * Who may call what, and when:
+ *
+ *   vr_load                  anyone, any time
+ *   vr_dial, vr_dial_step    the dialling goroutine
+ *   vr_read                  one reader at a time
+ *   vr_write                 one writer at a time
+ *   vr_pump                  the connection's pump goroutine, and only it
+ *   vr_flushed, vr_disconnect, vr_stats   anyone, until vr_destroy
+ *   vr_destroy               once, after every other call has returned
+ *
+ * Reader, writer and pump may run at the same time. Whoever drains the completion queue accounts for both
+ * directions, so each of these calls says in its result whom to wake.
+ */
+#ifndef VALKEYRDMA_CONN_LINUX_H
+#define VALKEYRDMA_CONN_LINUX_H
+
+#include <stdint.h>
+#include <stddef.h>
+#include <sys/socket.h>
+
+struct vr_conn;
+
+/* Whom to wake after a call. */
+enum {
+	VR_WAKE_READER = 1, /* bytes, end of stream or a fault await the reader */
+	VR_WAKE_WRITER = 2, /* staging space was freed, everything was sent, or a fault awaits the writer */
+};
+
+/* What ended a connection or a dial. The first fault of a connection is kept, later ones are its echo. */
+enum vr_fault_kind {
+	VR_FAULT_NONE = 0,
+	VR_FAULT_SYSTEM, /* a call failed; code is its errno, step names the call */
+	VR_FAULT_MEMLOCK, /* registering memory failed with ENOMEM or EPERM; step names the buffer, a is its size in bytes */
+	VR_FAULT_NO_DEVICE,       /* there is no RDMA connection manager, or no device at all */
+	VR_FAULT_NO_ROUTE,        /* no RDMA device serves the route to this address; code is the CM's status */
+	VR_FAULT_UNREACHABLE,     /* the address, route or peer did not answer; code is the CM's status */
+	VR_FAULT_REJECTED,        /* the peer's CM refused; a is the CM's reject reason (IB spec 12.6.7.2) */
+	VR_FAULT_NO_IMM,          /* the device is iWARP, which has no RDMA WRITE with immediate data */
+	VR_FAULT_DROPPED,         /* the server accepted, then disconnected before it announced a window */
+	VR_FAULT_DEVICE_GONE,     /* the RDMA device was removed, or its address changed */
+	VR_FAULT_COMPLETION,      /* a work request failed; a is its ibv_wc_status, b the vendor's error */
+	VR_FAULT_CONTROL_SIZE,    /* a control message of a bytes; 32 are due */
+	VR_FAULT_CONTROL_OPCODE,  /* a control message with the unknown opcode a */
+	VR_FAULT_WINDOW_EARLY,    /* a new window was announced with b of a bytes of the current one used */
+	VR_FAULT_WINDOW_LENGTH,   /* a window of a bytes was announced */
+	VR_FAULT_IMM_ZERO,        /* a write of 0 bytes was announced */
+	VR_FAULT_IMM_OVERRUN,     /* a write of a bytes was announced where b were left of our window */
+	VR_FAULT_COMPLETION_KIND, /* a completion with the unexpected opcode a */
+};
+
+struct vr_fault {
+	int kind;         /* enum vr_fault_kind */
+	int code;         /* errno, positive; what the caller should map the fault to */
+	uint64_t a, b;    /* as the kind says */
+	const char *step; /* a static string naming what was being done */
+};
+
+struct vr_options {
+	uint32_t rx_window;  /* bytes of one receive window: 64 KiB to 16 MiB, a multiple of the page size */
+	uint32_t tx_staging; /* bytes of the send staging ring, a power of two */
+	uint32_t recv_depth; /* receives to keep posted, clamped to the device's limits */
+	uint32_t send_depth; /* send queue depth, clamped to the device's limits */
+	int32_t resolve_ms;  /* limit of address and of route resolution, each, in milliseconds */
+};
+
+struct vr_result {
+	int64_t n;     /* bytes, 0, or a negative errno: see each call */
+	uint32_t wake; /* VR_WAKE_* */
+};
+
+struct vr_stats {
+	uint64_t rx_bytes, tx_bytes;       /* payload received, and handed to the device */
+	uint64_t rx_messages, tx_messages; /* writes with immediate data seen from, and sent to, the peer */
+	uint64_t rx_windows, tx_windows;   /* receive windows announced, and windows the peer announced */
+	uint64_t fences;                   /* credit fences answered */
+	uint64_t credit_waits;             /* times unsent bytes had to wait for credits */
+	uint64_t window_waits;             /* times unsent bytes had to wait for a window */
+	uint64_t pinned;                   /* bytes of registered memory */
+	uint64_t rx_unread;                /* bytes received that vr_read has not handed over */
+	uint64_t tx_unposted;              /* bytes vr_write took that are not handed to the device yet */
+	uint32_t credits;                  /* writes the peer's receive queue is known to have room for */
+	uint32_t sq_used;                  /* send queue slots in use */
+	uint32_t tx_window;                /* bytes of the peer's window */
+	uint32_t recv_depth, send_depth;   /* as clamped to the device */
+	uint32_t inline_max;               /* bytes sent inline at most */
+	char device[64];                   /* name of the RDMA device */
+};
+
+/*
+ * Loads libibverbs and librdmacm, once per process. 0, or -ENOENT or -ENOSYS with the loader's words in
+ * msg (always terminated).
+ */
+int vr_load(char *msg, size_t size);
+
+/*
+ * Starts to connect. src may be NULL. On success *out is the connection and *epfd a non-blocking epoll
+ * descriptor, owned by the caller, which is readable whenever vr_dial_step or, later, vr_pump has something
+ * to do; close it before vr_destroy. On failure *fault says why and nothing remains.
+ */
+int vr_dial(struct vr_conn **out, int *epfd, const struct sockaddr *dst, const struct sockaddr *src,
+            const struct vr_options *opt, struct vr_fault *fault);
+
+/*
+ * Takes the dial as far as it can go. 1: connected, the peer's window is known; 0: more events must come;
+ * negative: failed, see vr_get_fault. After 1 the pump takes over.
+ */
+int vr_dial_step(struct vr_conn *c);
+
+/* What an unfinished dial is doing, in words. */
+const char *vr_dial_stage(struct vr_conn *c);
+
+/* The addresses of a connected connection. */
+void vr_addresses(struct vr_conn *c, struct sockaddr_storage *local, struct sockaddr_storage *peer);
+
+/*
+ * Copies received bytes into buf. n > 0: bytes copied; 0: end of stream; -EAGAIN: nothing yet, wait to be
+ * woken; otherwise the connection is broken (every byte that arrived before has been handed over).
+ * Looks at the completion queue for up to spin_ns nanoseconds before it gives up.
+ */
+struct vr_result vr_read(struct vr_conn *c, void *buf, size_t len, uint32_t spin_ns);
+
+/*
+ * Takes bytes for sending: what fits is copied, and posted as far as window, credits and send queue allow;
+ * the rest of what was taken is posted as these return. n > 0: bytes taken; -EAGAIN: none, staging is full,
+ * wait to be woken; otherwise the connection is broken. len must not be 0.
+ */
+struct vr_result vr_write(struct vr_conn *c, const void *buf, size_t len, uint32_t spin_ns);
+
+/*
+ * Serves the descriptors behind epfd: completion events, CM events. n is 1 if it found something to do,
+ * 0 if not.
+ */
+struct vr_result vr_pump(struct vr_conn *c);
+
+/* 1: all that vr_write took has reached the peer's memory; 0: not yet, wait for VR_WAKE_WRITER; negative: never will. */
+struct vr_result vr_flushed(struct vr_conn *c);
+
+/* Ends the connection for the peer; both sides of ours fail with EPIPE from here on, unless a fault came first. */
+void vr_disconnect(struct vr_conn *c);
+
+/* The first fault, or kind VR_FAULT_NONE. */
+void vr_get_fault(struct vr_conn *c, struct vr_fault *out);
+
+void vr_get_stats(struct vr_conn *c, struct vr_stats *out);
+
+/* Frees everything, connected or not. */
+void vr_destroy(struct vr_conn *c);
+
+/* The verbs library's words for a completion status. */
+const char *vr_wc_status_str(int status);
+
+#endif

@@ -1,0 +1,566 @@
+//go:build linux && cgo
+
+package valkeyrdma
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"os"
+	"os/exec"
+	"runtime"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"github.com/valkey-io/valkey-go"
+)
+
+func TestPing(t *testing.T) {
+	c := dialLab(t, watchdog(t, 30*time.Second))
+	r := bufio.NewReader(c)
+	require.Equal(t, "+PONG", command(t, c, r, "PING"))
+	require.Equal(t, "hello", command(t, c, r, "ECHO", "hello"))
+
+	require.Equal(t, rdmaAddr(t), c.RemoteAddr().String())
+	require.Equal(t, "rdma", c.RemoteAddr().Network())
+	require.Equal(t, "rdma", c.LocalAddr().Network())
+	local := c.LocalAddr().(Addr)
+	require.True(t, local.Addr().IsValid())
+	require.NotZero(t, local.Port())
+
+	s := c.Stats()
+	require.Equal(t, os.Getenv("VALKEYRDMA_DEVICE"), s.Device)
+	require.EqualValues(t, 2, s.MessagesReceived)
+	require.EqualValues(t, 2, s.MessagesSent)
+	require.EqualValues(t, 1, s.WindowsReceived)
+	require.EqualValues(t, 1, s.WindowsSent)
+	require.EqualValues(t, 1, s.Fences)
+	require.Zero(t, s.Unread)
+	require.Zero(t, s.Unsent)
+	require.Less(t, s.LockedBytes, uint64(1536<<10))
+}
+
+func TestPingIPv6(t *testing.T) {
+	addr := labAddr(t, "VALKEYRDMA_RDMA_ADDR6")
+	c := dialTo(t, watchdog(t, 30*time.Second), addr)
+	require.Equal(t, "+PONG", command(t, c, bufio.NewReader(c), "PING"))
+	require.Equal(t, addr, c.RemoteAddr().String())
+	require.True(t, c.LocalAddr().(Addr).Addr().Is6())
+}
+
+func TestDialLocalAddr(t *testing.T) {
+	w := watchdog(t, 30*time.Second)
+	host, _, err := net.SplitHostPort(rdmaAddr(t))
+	require.NoError(t, err)
+	d := &net.Dialer{Timeout: 5 * time.Second, LocalAddr: &net.TCPAddr{IP: net.ParseIP(host)}}
+	c, err := DialCtxFn(context.Background(), rdmaAddr(t), d, nil)
+	require.NoError(t, err)
+	defer c.Close()
+	w.add(c)
+	require.Equal(t, host, c.LocalAddr().(Addr).Addr().String())
+
+	d.LocalAddr = &net.TCPAddr{IP: net.IPv4(203, 0, 113, 77)} // not ours
+	conn, err := DialCtxFn(context.Background(), rdmaAddr(t), d, nil)
+	requireDialError(t, conn, err)
+}
+
+func TestDialFailures(t *testing.T) {
+	watchdog(t, 2*time.Minute)
+	good := rdmaAddr(t)
+	host, _, err := net.SplitHostPort(good)
+	require.NoError(t, err)
+	// The first dial opens what stays open for the life of the process: libraries, the device.
+	c, err := DialCtxFn(context.Background(), good, nil, nil)
+	require.NoError(t, err)
+	require.NoError(t, c.Close())
+
+	silent := net.JoinHostPort(strings.TrimSuffix(host, "1")+"199", "6378") // in the subnet, nobody there
+	for _, tc := range []struct {
+		name, dst string
+		timeout   time.Duration
+		is        []error
+		text      string
+	}{
+		{"nobody listens", net.JoinHostPort(host, "1"), 10 * time.Second, []error{syscall.ECONNREFUSED}, "nothing listens there"},
+		{"no RDMA device on the route", "127.0.0.1:6378", 10 * time.Second, []error{ErrNoDevice}, "on the route"},
+		{"nobody there", silent, 1500 * time.Millisecond, []error{os.ErrDeadlineExceeded, context.DeadlineExceeded}, "timed out while"},
+		{"no route", "[2001:db8:ffff::1]:6378", 10 * time.Second, []error{syscall.ENETUNREACH}, ""},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			fds, goroutines, resources := openFDs(t), runtime.NumGoroutine(), rdmaResources(t)
+			start := time.Now()
+			conn, err := DialCtxFn(context.Background(), tc.dst, &net.Dialer{Timeout: tc.timeout}, nil)
+			t.Logf("%v: %v", time.Since(start).Round(time.Millisecond), err)
+			op := requireDialError(t, conn, err)
+			require.Equal(t, tc.dst, op.Addr.String())
+			for _, is := range tc.is {
+				require.ErrorIs(t, err, is)
+			}
+			require.ErrorContains(t, err, tc.text)
+			require.Less(t, time.Since(start), tc.timeout+2*time.Second)
+			require.Equal(t, errors.Is(err, os.ErrDeadlineExceeded), op.Timeout())
+			requireNoLeak(t, fds, goroutines, resources)
+		})
+	}
+}
+
+// requireNoLeak checks that nothing is left, giving finished goroutines a moment to go.
+func requireNoLeak(t *testing.T, fds, goroutines, resources int) {
+	t.Helper()
+	require.Eventually(t, func() bool { return runtime.NumGoroutine() <= goroutines+1 }, // Eventually runs one itself
+		5*time.Second, 10*time.Millisecond, "goroutines are left")
+	require.Equal(t, fds, openFDs(t), "file descriptors are left")
+	require.Equal(t, resources, rdmaResources(t), "RDMA resources are left")
+}
+
+func TestDialCancelled(t *testing.T) {
+	watchdog(t, time.Minute)
+	host, _, err := net.SplitHostPort(rdmaAddr(t))
+	require.NoError(t, err)
+	c, err := DialCtxFn(context.Background(), rdmaAddr(t), nil, nil)
+	require.NoError(t, err)
+	require.NoError(t, c.Close())
+
+	fds, goroutines, resources := openFDs(t), runtime.NumGoroutine(), rdmaResources(t)
+	ctx, cancel := context.WithCancel(context.Background())
+	time.AfterFunc(200*time.Millisecond, cancel)
+	start := time.Now()
+	conn, err := DialCtxFn(ctx, net.JoinHostPort(strings.TrimSuffix(host, "1")+"199", "6378"), nil, nil)
+	requireDialError(t, conn, err)
+	require.ErrorIs(t, err, context.Canceled)
+	require.ErrorContains(t, err, "cancelled while waiting for the server to accept")
+	require.Less(t, time.Since(start), 2*time.Second)
+	requireNoLeak(t, fds, goroutines, resources)
+
+	// At every step of a dial that would succeed: some are cut short, some are not, and none leaves anything behind. The
+	// server is the test's own: Valkey up to 9.1.2 crashes three seconds after a client that had asked to connect has gone.
+	addr := startServer(t, "--protected-mode", "no")
+	fds, goroutines = openFDs(t), runtime.NumGoroutine()
+	var cut, done int
+	for i := range 60 {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Duration(i)*time.Millisecond)
+		conn, err := DialCtxFn(ctx, addr, nil, nil)
+		cancel()
+		if err != nil {
+			requireDialError(t, conn, err)
+			require.ErrorIs(t, err, context.DeadlineExceeded)
+			cut++
+			continue
+		}
+		done++
+		require.NoError(t, conn.Close())
+	}
+	t.Logf("%d cut short, %d done", cut, done)
+	require.NotZero(t, cut)
+	requireNoLeak(t, fds, goroutines, resources)
+}
+
+// A server that is busy with something else answers late: the dial waits, as long as it may.
+func TestDialBusyServer(t *testing.T) {
+	w := watchdog(t, time.Minute)
+	addr := startServer(t, "--protected-mode", "no") // of its own: see TestDialCancelled
+	sleeping := make(chan string, 1)
+	go func() { sleeping <- serverDo(t, addr, "DEBUG", "SLEEP", "2") }()
+	time.Sleep(300 * time.Millisecond)
+	conn, err := DialCtxFn(context.Background(), addr, &net.Dialer{Timeout: 500 * time.Millisecond}, nil)
+	requireDialError(t, conn, err)
+	require.ErrorIs(t, err, os.ErrDeadlineExceeded)
+	require.ErrorContains(t, err, "waiting for the server to accept")
+	c := dialTo(t, w, addr)
+	require.Equal(t, "+PONG", command(t, c, bufio.NewReader(c), "PING"))
+	require.Equal(t, "+OK", <-sleeping)
+}
+
+// A server that has all the clients it may have accepts and drops the connection without a word.
+func TestDialDropped(t *testing.T) {
+	watchdog(t, time.Minute)
+	addr := startServer(t, "--protected-mode", "no", "--maxclients", "1")
+	only, err := net.Dial("tcp", addr)
+	require.NoError(t, err)
+	defer only.Close()
+	require.Equal(t, "+PONG", command(t, only, bufio.NewReader(only), "PING"))
+
+	conn, err := DialCtxFn(context.Background(), addr, &net.Dialer{Timeout: 10 * time.Second}, nil)
+	requireDialError(t, conn, err)
+	require.ErrorIs(t, err, ErrDropped)
+	require.ErrorIs(t, err, syscall.ECONNRESET)
+	require.ErrorContains(t, err, "maxclients")
+}
+
+// Values of every awkward size, both ways, many windows long.
+func TestValueSizes(t *testing.T) {
+	c := dialLab(t, watchdog(t, 2*time.Minute))
+	r := bufio.NewReader(c)
+	rng := rand.New(rand.NewPCG(1, 2))
+	sizes := []int{0, 1, 31, 32, 255, 256, 257, 4095, 4096, 64<<10 - 1, 64 << 10, txStaging - 1, txStaging, txStaging + 1,
+		1<<20 - 64, 1<<20 - 1, 1 << 20, 1<<20 + 1, 3<<20 + 7, 16 << 20}
+	for range 20 {
+		sizes = append(sizes, rng.IntN(2<<20))
+	}
+	for _, size := range sizes {
+		value := randomString(rng, size)
+		require.Equal(t, "+OK", command(t, c, r, "SET", "sizes", value))
+		got := command(t, c, r, "GET", "sizes")
+		require.Equal(t, len(value), len(got))
+		require.True(t, value == got, "the value of %d bytes changed", size)
+	}
+	s := c.Stats()
+	require.Greater(t, s.WindowsReceived, uint64(16))
+	require.Greater(t, s.WindowsSent, uint64(16))
+	require.Zero(t, s.Unread)
+}
+
+func randomString(rng *rand.Rand, n int) string {
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = byte(rng.Uint32())
+	}
+	return string(b)
+}
+
+// The scenario on which another client fails: large values in parallel on one multiplexed connection.
+func TestConcurrentLargeValues(t *testing.T) {
+	w := watchdog(t, 3*time.Minute)
+	client, err := valkey.NewClient(valkey.ClientOption{
+		InitAddress:  []string{rdmaAddr(t)},
+		DisableCache: true,
+		DialCtxFn: func(ctx context.Context, dst string, d *net.Dialer, cfg *tls.Config) (net.Conn, error) {
+			c, err := DialCtxFn(ctx, dst, d, cfg)
+			if err == nil {
+				w.add(c)
+			}
+			return c, err
+		},
+	})
+	require.NoError(t, err)
+	defer client.Close()
+	ctx := context.Background()
+	var wg sync.WaitGroup
+	errs := make(chan error, 4)
+	for g := range 4 {
+		wg.Go(func() {
+			rng := rand.New(rand.NewPCG(uint64(g), 1))
+			key := fmt.Sprint("large:", g)
+			for round := range 20 {
+				value := randomString(rng, 1<<20)
+				if err := client.Do(ctx, client.B().Set().Key(key).Value(value).Build()).Error(); err != nil {
+					errs <- fmt.Errorf("SET, round %d: %w", round, err)
+					return
+				}
+				got, err := client.Do(ctx, client.B().Get().Key(key).Build()).ToString()
+				if err != nil {
+					errs <- fmt.Errorf("GET, round %d: %w", round, err)
+					return
+				}
+				if got != value {
+					errs <- fmt.Errorf("round %d: the value changed", round)
+					return
+				}
+			}
+		})
+	}
+	wg.Wait()
+	close(errs)
+	for err := range errs {
+		require.NoError(t, err)
+	}
+}
+
+// Many small commands in both directions at once: a lost wake-up of either side would end in the watchdog.
+func TestPipelineSmall(t *testing.T) {
+	c := dialLab(t, watchdog(t, 2*time.Minute))
+	const total = 30_000
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		ping := []byte("PING\r\n")
+		for range total {
+			if _, err := c.Write(ping); err != nil {
+				t.Errorf("write: %v", err)
+				return
+			}
+		}
+	})
+	r := bufio.NewReader(c)
+	for i := range total {
+		s, err := readReply(r)
+		require.NoError(t, err, "reply %d", i)
+		require.Equal(t, "+PONG", s)
+	}
+	wg.Wait()
+	s := c.Stats()
+	require.Greater(t, s.Fences, uint64(1))
+	t.Logf("%d writes, %d messages, %d fences, %d credit waits", total, s.MessagesSent, s.Fences, s.CreditWaits)
+}
+
+// The server sleeps while more small writes arrive than it has receives posted for.
+func TestSleepingServer(t *testing.T) {
+	c := dialLab(t, watchdog(t, time.Minute))
+	r := bufio.NewReader(c)
+	_, err := io.WriteString(c, "DEBUG SLEEP 2\r\n")
+	require.NoError(t, err)
+	const total = 4000
+	start := time.Now()
+	for range total {
+		_, err := io.WriteString(c, "PING\r\n")
+		require.NoError(t, err)
+	}
+	t.Logf("%d writes took %v", total, time.Since(start).Round(time.Millisecond))
+	require.Equal(t, "+OK", reply(t, r))
+	for range total {
+		require.Equal(t, "+PONG", reply(t, r))
+	}
+	require.GreaterOrEqual(t, time.Since(start), 1900*time.Millisecond)
+	require.NotZero(t, c.Stats().CreditWaits)
+}
+
+func TestDeadlines(t *testing.T) {
+	c := dialLab(t, watchdog(t, time.Minute))
+	r := bufio.NewReader(c)
+	buf := make([]byte, 16)
+
+	require.NoError(t, c.SetReadDeadline(time.Now().Add(-time.Second)))
+	_, err := c.Read(buf)
+	requireTimeout(t, err, "read")
+
+	require.NoError(t, c.SetReadDeadline(time.Now().Add(100*time.Millisecond)))
+	start := time.Now()
+	_, err = c.Read(buf)
+	requireTimeout(t, err, "read")
+	require.GreaterOrEqual(t, time.Since(start), 100*time.Millisecond)
+	require.Equal(t, "+PONG", func() string {
+		require.NoError(t, c.SetReadDeadline(time.Time{}))
+		return command(t, c, r, "PING")
+	}(), "a timeout loses nothing")
+
+	// Set while a Read waits, to earlier and to later.
+	time.AfterFunc(50*time.Millisecond, func() { _ = c.SetReadDeadline(time.Now().Add(50 * time.Millisecond)) })
+	_, err = c.Read(buf)
+	requireTimeout(t, err, "read")
+	require.NoError(t, c.SetReadDeadline(time.Now().Add(100*time.Millisecond)))
+	time.AfterFunc(30*time.Millisecond, func() { _ = c.SetReadDeadline(time.Now().Add(300 * time.Millisecond)) })
+	start = time.Now()
+	_, err = c.Read(buf)
+	requireTimeout(t, err, "read")
+	require.GreaterOrEqual(t, time.Since(start), 300*time.Millisecond)
+
+	// A Write that cannot go on says how much of it was taken, and can be continued there. SleepServer reads nothing.
+	require.NoError(t, c.SetDeadline(time.Time{}))
+	value := resp("SET", "deadline", strings.Repeat("v", 8<<20))
+	_, err = io.WriteString(c, "DEBUG SLEEP 1\r\n")
+	require.NoError(t, err)
+	require.NoError(t, c.SetWriteDeadline(time.Now().Add(200*time.Millisecond)))
+	n, err := io.WriteString(c, value)
+	requireTimeout(t, err, "write")
+	require.Greater(t, n, 0)
+	require.Less(t, n, len(value))
+	require.NoError(t, c.SetWriteDeadline(time.Time{}))
+	_, err = io.WriteString(c, value[n:])
+	require.NoError(t, err)
+	require.Equal(t, "+OK", reply(t, r))
+	require.Equal(t, "+OK", reply(t, r))
+	require.Equal(t, ":8388608", command(t, c, r, "STRLEN", "deadline"))
+}
+
+func requireTimeout(t *testing.T, err error, op string) {
+	t.Helper()
+	require.ErrorIs(t, err, os.ErrDeadlineExceeded)
+	var oe *net.OpError
+	require.ErrorAs(t, err, &oe)
+	require.Equal(t, op, oe.Op)
+	require.True(t, oe.Timeout())
+}
+
+func TestClose(t *testing.T) {
+	w := watchdog(t, time.Minute)
+	c := dialLab(t, w)
+	read := make(chan error, 1)
+	go func() {
+		_, err := c.Read(make([]byte, 1))
+		read <- err
+	}()
+	time.Sleep(50 * time.Millisecond)
+	require.NoError(t, c.Close())
+	require.ErrorIs(t, <-read, net.ErrClosed)
+	_, err := c.Read(make([]byte, 1))
+	require.ErrorIs(t, err, net.ErrClosed)
+	_, err = c.Write([]byte("x"))
+	require.ErrorIs(t, err, net.ErrClosed)
+	require.ErrorIs(t, c.Close(), net.ErrClosed)
+	require.ErrorIs(t, c.SetDeadline(time.Now()), net.ErrClosed)
+	require.NotEmpty(t, c.RemoteAddr().String())
+	require.Zero(t, c.Stats())
+
+	// A Write that waits is woken too.
+	c = dialLab(t, w)
+	_, err = io.WriteString(c, "DEBUG SLEEP 2\r\n")
+	require.NoError(t, err)
+	written := make(chan error, 1)
+	go func() {
+		_, err := c.Write(make([]byte, 32<<20))
+		written <- err
+	}()
+	time.Sleep(200 * time.Millisecond)
+	start := time.Now()
+	require.NoError(t, c.Close())
+	require.Less(t, time.Since(start), closeTimeout+time.Second)
+	require.ErrorIs(t, <-written, net.ErrClosed)
+}
+
+// What Write took is delivered although Close follows at once.
+func TestCloseDelivers(t *testing.T) {
+	w := watchdog(t, time.Minute)
+	probe := dialLab(t, w)
+	r := bufio.NewReader(probe)
+	for i, size := range []int{1, 1000, 100_000, 900_000} {
+		c := dialLab(t, w)
+		key := fmt.Sprint("last:", i)
+		_, err := io.WriteString(c, resp("SET", key, strings.Repeat("x", size)))
+		require.NoError(t, err)
+		require.NoError(t, c.Close())
+		require.Eventually(t, func() bool {
+			return command(t, probe, r, "STRLEN", key) == fmt.Sprint(":", size)
+		}, 5*time.Second, 10*time.Millisecond, "the last write of %d bytes was lost", size)
+	}
+}
+
+// The server closes: every byte first, then a bare io.EOF; writing fails.
+func TestServerCloses(t *testing.T) {
+	c := dialLab(t, watchdog(t, time.Minute))
+	_, err := io.WriteString(c, "PING\r\nQUIT\r\n")
+	require.NoError(t, err)
+	got, err := io.ReadAll(c)
+	require.NoError(t, err)
+	require.Equal(t, "+PONG\r\n+OK\r\n", string(got))
+	_, err = c.Read(make([]byte, 1))
+	require.True(t, err == io.EOF, "EOF is bare: %v", err)
+	_, err = c.Write([]byte("PING\r\n"))
+	require.ErrorIs(t, err, syscall.EPIPE)
+}
+
+// A server that dies is noticed by both sides.
+func TestServerDies(t *testing.T) {
+	w := watchdog(t, time.Minute)
+	addr := startServer(t, "--protected-mode", "no")
+	c := dialTo(t, w, addr)
+	r := bufio.NewReader(c)
+	require.Equal(t, "+PONG", command(t, c, r, "PING"))
+	require.NoError(t, exec.Command("pkill", "-KILL", "-f", ":6400").Run())
+	_, err := c.Read(make([]byte, 1))
+	require.Error(t, err)
+	t.Logf("read: %v", err)
+	require.Eventually(t, func() bool { _, err = c.Write([]byte("x")); return err != nil }, 10*time.Second, 10*time.Millisecond)
+	t.Logf("write: %v", err)
+}
+
+// Pending Reads cost goroutines, not threads.
+func TestIdleConnections(t *testing.T) {
+	w := watchdog(t, 2*time.Minute)
+	const total = 100
+	first := dialLab(t, w)
+	require.Equal(t, "+PONG", command(t, first, bufio.NewReader(first), "PING"))
+	threadsBefore, goroutinesBefore := threads(t), runtime.NumGoroutine()
+	conns := make([]*conn, total)
+	got := make(chan error, total)
+	for i := range conns {
+		conns[i] = dialLab(t, w)
+		go func() {
+			buf := make([]byte, 7)
+			_, err := io.ReadFull(conns[i], buf)
+			if err == nil && string(buf) != "+PONG\r\n" {
+				err = fmt.Errorf("read %q", buf)
+			}
+			got <- err
+		}()
+	}
+	time.Sleep(200 * time.Millisecond)
+	// The scheduler starts a thread now and then for a call into C that takes long, whatever the number of connections.
+	require.Less(t, threads(t)-threadsBefore, 8)
+	require.LessOrEqual(t, runtime.NumGoroutine()-goroutinesBefore, 2*total)
+	for _, c := range conns {
+		_, err := io.WriteString(c, "PING\r\n")
+		require.NoError(t, err)
+	}
+	for range conns {
+		require.NoError(t, <-got)
+	}
+}
+
+// Every connection gives back all that it took.
+func TestNoLeaks(t *testing.T) {
+	watchdog(t, 2*time.Minute)
+	round := func() {
+		c, err := DialCtxFn(context.Background(), rdmaAddr(t), nil, nil)
+		require.NoError(t, err)
+		r := bufio.NewReader(c)
+		require.Equal(t, "+PONG", command(t, c, r, "PING"))
+		require.NoError(t, c.Close())
+	}
+	round()
+	fds, goroutines, resources := openFDs(t), runtime.NumGoroutine(), rdmaResources(t)
+	for range 50 {
+		round()
+	}
+	requireNoLeak(t, fds, goroutines, resources)
+}
+
+// Reads and writes in the steady state allocate nothing.
+func TestAllocations(t *testing.T) {
+	c := dialLab(t, watchdog(t, time.Minute))
+	ping, buf := []byte("PING\r\n"), make([]byte, 64)
+	require.Zero(t, testing.AllocsPerRun(200, func() {
+		if err := c.SetDeadline(time.Now().Add(time.Minute)); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := c.Write(ping); err != nil {
+			t.Fatal(err)
+		}
+		for n := 0; n < 7; {
+			m, err := c.Read(buf)
+			if err != nil {
+				t.Fatal(err)
+			}
+			n += m
+		}
+	}))
+}
+
+// A slow reader holds the server back, and loses nothing.
+func TestSlowReader(t *testing.T) {
+	c := dialLab(t, watchdog(t, 2*time.Minute))
+	r := bufio.NewReader(c)
+	value := randomString(rand.New(rand.NewPCG(3, 4)), 5<<20)
+	require.Equal(t, "+OK", command(t, c, r, "SET", "slow", value))
+	_, err := io.WriteString(c, resp("GET", "slow"))
+	require.NoError(t, err)
+	time.Sleep(300 * time.Millisecond)
+	require.LessOrEqual(t, c.Stats().Unread, 2<<20, "no more than two windows come unasked")
+	var got bytes.Buffer
+	buf := make([]byte, 70_000)
+	for got.Len() < len(value)+12 {
+		n, err := c.Read(buf)
+		require.NoError(t, err)
+		got.Write(buf[:n])
+		time.Sleep(time.Millisecond)
+	}
+	require.Equal(t, sha256.Sum256([]byte("$5242880\r\n"+value+"\r\n")), sha256.Sum256(got.Bytes()))
+}
+
+// A program that has this package vendored builds and runs; scripts/test makes it.
+func TestConsumer(t *testing.T) {
+	watchdog(t, time.Minute)
+	addr := rdmaAddr(t)
+	out, err := exec.Command(labAddr(t, "VALKEYRDMA_CONSUMER"), addr).CombinedOutput()
+	require.NoError(t, err, "%s", out)
+	require.Equal(t, "PONG by rdma from "+addr+"\n", string(out))
+}
