@@ -398,20 +398,23 @@ func faultError(f *C.struct_vr_fault) error {
 	}
 }
 
-// rejectStale is the reject reason for a queue pair number that the server still remembers from an earlier connection.
-const rejectStale = 10
+// Reject reasons of IB spec 12.6.7.2 that a Valkey user may meet.
+const (
+	rejectNoListener = 8
+	rejectStale      = 10 // the server still remembers this queue pair number from an earlier connection
+	rejectConsumer   = 28 // the server's program refused, or went away from the connection before it was complete
+)
 
-// rejectError names the reasons of IB spec 12.6.7.2 that a Valkey user may meet.
 func rejectError(errno syscall.Errno, reason int) error {
 	text := "the peer's RDMA connection manager refused (reason " + strconv.Itoa(reason) + ")"
 	switch reason {
-	case 8:
+	case rejectNoListener:
 		text = "connection refused: nothing listens there for RDMA (reason 8); does the server run with rdma-port, " +
 			"and is this that port?"
 	case rejectStale:
 		text = "connection refused: the server still holds an old connection with this queue pair number (reason 10)"
-	case 28:
-		text = "connection refused by the server's application (reason 28): its log says why"
+	case rejectConsumer:
+		return &causeError{ErrDropped.Error(), []error{ErrDropped, errno}}
 	}
 	return &causeError{text, []error{errno}}
 }

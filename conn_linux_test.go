@@ -8,6 +8,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"crypto/tls"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -194,7 +195,6 @@ func TestDialDropped(t *testing.T) {
 	conn, err := DialCtxFn(context.Background(), addr, &net.Dialer{Timeout: 10 * time.Second}, nil)
 	requireDialError(t, conn, err)
 	require.ErrorIs(t, err, ErrDropped)
-	require.ErrorIs(t, err, syscall.ECONNRESET)
 	require.ErrorContains(t, err, "maxclients")
 }
 
@@ -221,11 +221,12 @@ func TestValueSizes(t *testing.T) {
 	require.Zero(t, s.Unread)
 }
 
+// randomString makes n bytes, fast also with the race detector, which counts in the laboratory.
 func randomString(rng *rand.Rand, n int) string {
+	var seed [32]byte
+	binary.LittleEndian.PutUint64(seed[:], rng.Uint64())
 	b := make([]byte, n)
-	for i := range b {
-		b[i] = byte(rng.Uint32())
-	}
+	_, _ = rand.NewChaCha8(seed).Read(b)
 	return string(b)
 }
 

@@ -35,8 +35,8 @@ var (
 	// ErrTLS means that TLS was asked for. RDMA has none, and the connection would go on in the clear.
 	ErrTLS = errors.New("TLS was asked for, and Valkey over RDMA has none: remove TLSConfig, or use TCP for this server")
 
-	// ErrDropped means that the server accepted a connection and closed it before it was of any use.
-	ErrDropped = errors.New("the server accepted the connection and dropped it at once: protected mode " +
+	// ErrDropped means that the server ended a connection before it was of any use.
+	ErrDropped = errors.New("the server dropped the connection before it was of any use: protected mode " +
 		"(protected-mode no, or set a password) or maxclients, most likely; its log says")
 
 	// ErrProtocol means that the server sent what the protocol does not allow.

@@ -67,8 +67,8 @@ build_valkey() {
   version=$(sed -n 's/^#define VALKEY_VERSION "\(.*\)"$/\1/p' "$work/source/src/version.h")
   say "building Valkey $version with RDMA (some 3 minutes on two processors; output in $step_log) ..."
   SECONDS=0
-  # The caller's flags are for the caller's programs.
-  step env -u MAKEFLAGS -u CFLAGS -u LDFLAGS -u CPPFLAGS -u OPTIMIZATION \
+  # The flags of the caller are for his own programs.
+  step ${with_parent[@]+"${with_parent[@]}"} env -u MAKEFLAGS -u CFLAGS -u LDFLAGS -u CPPFLAGS -u OPTIMIZATION \
     make -C "$work/source/src" -j"$(nproc)" BUILD_RDMA=yes MALLOC=libc "${valkey_programs[@]}" ||
     failed "building Valkey" || exit 125
   mkdir "$work/programs" "$cache/valkey" 2>/dev/null
