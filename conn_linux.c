@@ -232,9 +232,11 @@ static void on_failed(struct vr_conn *c, const struct ibv_wc *wc)
 {
 	int code = ECONNRESET;
 
-	/* Flushed requests are the echo of a failure or of a disconnect; what failed comes first or by the CM. */
-	if (wc->status == IBV_WC_WR_FLUSH_ERR)
+	/* Flushed requests are the echo of our own hang-up, or of a failure: then what failed is told first. */
+	if (wc->status == IBV_WC_WR_FLUSH_ERR) {
+		c->flushed = true;
 		return;
+	}
 	if (wc->status == IBV_WC_RETRY_EXC_ERR || wc->status == IBV_WC_RNR_RETRY_EXC_ERR)
 		code = ETIMEDOUT;
 	if (wc->wr_id & VR_WR_RECV && wc->status == IBV_WC_LOC_LEN_ERR) {
@@ -298,6 +300,9 @@ static uint32_t drain(struct vr_conn *c)
 	} while (n == VR_POLL_BATCH);
 	if (n < 0)
 		vr_set_fault(c, VR_FAULT_SYSTEM, EIO, "poll completion queue", 0, 0);
+	/* Nobody said why: the device gave the queue pair up because of what the peer sent (IB spec 9.9.3, responder errors). */
+	if (c->flushed && !atomic_load(&c->disconnected))
+		vr_set_fault(c, VR_FAULT_FLUSHED, ECONNRESET, "receive", 0, 0);
 	return wake;
 }
 

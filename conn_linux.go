@@ -33,6 +33,14 @@ import (
 	"unsafe"
 )
 
+// options are the sizes of a connection; tests change them.
+type options struct {
+	window    uint32 // bytes of a receive window
+	staging   uint32 // bytes of send staging, a power of two
+	recvDepth uint32 // receives kept posted
+	sendDepth uint32 // send queue slots
+}
+
 const (
 	txStaging = 256 << 10
 	// The server posts up to 1024 sends before it looks at their completions (VALKEY_RDMA_MAX_WQE in its src/rdma.c),
@@ -376,6 +384,9 @@ func faultError(f *C.struct_vr_fault) error {
 	case C.VR_FAULT_COMPLETION:
 		return say(errno, "%s failed: %s (status %d, vendor error %#x)", step,
 			C.GoString(C.vr_wc_status_str(C.int(f.a))), a, b)
+	case C.VR_FAULT_FLUSHED:
+		return say(ErrProtocol, "%v: the device gave the connection up over a message of the server, most likely a write "+
+			"outside of the announced window", ErrProtocol)
 	case C.VR_FAULT_CONTROL_SIZE:
 		if a == 0 {
 			return protocol("a control message of more than 32 bytes")
@@ -439,11 +450,19 @@ var loadLibraries = sync.OnceValue(func() error {
 
 // dialAddr connects to one address. local may be the zero AddrPort.
 func dialAddr(ctx context.Context, remote, local netip.AddrPort, window uint32) (net.Conn, error) {
+	c, err := dialSized(ctx, remote, local, options{window, txStaging, recvDepth, sendDepth})
+	if err != nil {
+		return nil, err // and not a nil *conn in a net.Conn
+	}
+	return c, nil
+}
+
+func dialSized(ctx context.Context, remote, local netip.AddrPort, o options) (*conn, error) {
 	if err := loadLibraries(); err != nil {
 		return nil, err
 	}
 	for tries := 0; ; tries++ {
-		c, err := dialOnce(ctx, remote, local, window)
+		c, err := dialOnce(ctx, remote, local, o)
 		if err == nil {
 			return c, nil
 		}
@@ -453,7 +472,7 @@ func dialAddr(ctx context.Context, remote, local netip.AddrPort, window uint32) 
 	}
 }
 
-func dialOnce(ctx context.Context, remote, local netip.AddrPort, window uint32) (*conn, error) {
+func dialOnce(ctx context.Context, remote, local netip.AddrPort, o options) (*conn, error) {
 	dst, err := sockaddr(remote)
 	if err != nil {
 		return nil, err
@@ -465,10 +484,10 @@ func dialOnce(ctx context.Context, remote, local netip.AddrPort, window uint32) 
 		}
 	}
 	opt := C.struct_vr_options{
-		rx_window:  C.uint32_t(window),
-		tx_staging: txStaging,
-		recv_depth: recvDepth,
-		send_depth: sendDepth,
+		rx_window:  C.uint32_t(o.window),
+		tx_staging: C.uint32_t(o.staging),
+		recv_depth: C.uint32_t(o.recvDepth),
+		send_depth: C.uint32_t(o.sendDepth),
 		resolve_ms: resolveMs,
 	}
 	c := new(conn)
@@ -484,8 +503,7 @@ func dialOnce(ctx context.Context, remote, local netip.AddrPort, window uint32) 
 		err = c.awaitConnected(ctx, raw)
 	}
 	if err != nil {
-		_ = c.file.Close()
-		C.vr_destroy(c.c)
+		c.abandon(raw)
 		return nil, err
 	}
 	var l, p C.struct_sockaddr_storage
@@ -497,18 +515,55 @@ func dialOnce(ctx context.Context, remote, local netip.AddrPort, window uint32) 
 	return c, nil
 }
 
+// abandonTimeout is how long a dial that was given up goes on in the background, for the sake of a server that is too busy to
+// accept: see vr_abandon. maxAbandoned bounds how many do at a time.
+var (
+	abandonTimeout = 30 * time.Second
+	maxAbandoned   = int32(128)
+	abandonedDials atomic.Int32
+)
+
+// abandon frees a connection whose dial has failed or was given up.
+func (c *conn) abandon(raw syscall.RawConn) {
+	free := func() {
+		C.vr_disconnect(c.c)
+		_ = c.file.Close()
+		C.vr_destroy(c.c)
+	}
+	if abandonedDials.Add(1) > maxAbandoned || raw == nil || C.vr_abandon(c.c) == 0 ||
+		c.file.SetReadDeadline(time.Now().Add(abandonTimeout)) != nil {
+		abandonedDials.Add(-1)
+		free()
+		return
+	}
+	go func() {
+		defer abandonedDials.Add(-1)
+		_ = raw.Read(func(uintptr) bool { return C.vr_dial_step(c.c) != 0 })
+		free()
+	}()
+}
+
 // awaitConnected drives the dial through the events of the connection manager until it is done or ctx is.
 func (c *conn) awaitConnected(ctx context.Context, raw syscall.RawConn) error {
-	stop := context.AfterFunc(ctx, func() { _ = c.file.SetReadDeadline(time.Unix(1, 0)) })
-	defer stop()
+	done := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		_ = c.file.SetReadDeadline(time.Unix(1, 0))
+		close(done)
+	})
+	defer func() {
+		if !stop() { // the deadline is set, or about to be, and what comes after the dial has none
+			<-done
+			_ = c.file.SetReadDeadline(time.Time{})
+		}
+	}()
 	ret := C.int(0)
 	err := raw.Read(func(uintptr) bool {
 		ret = C.vr_dial_step(c.c)
 		return ret != 0
 	})
 	switch {
-	case ret == 1 && stop():
-		return nil // and the AfterFunc will not run: the pump's descriptor has no deadline
+	case ret == 1 && ctx.Err() == nil:
+		return nil
 	case ret < 0:
 		var f C.struct_vr_fault
 		C.vr_get_fault(c.c, &f)

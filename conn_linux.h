@@ -9,11 +9,11 @@
  * Who may call what, and when:
  *
  *   vr_load                  anyone, any time
- *   vr_dial, vr_dial_step    the dialling goroutine
+ *   vr_dial, vr_dial_step, vr_abandon     the dialling goroutine
  *   vr_read                  one reader at a time
  *   vr_write                 one writer at a time
  *   vr_pump                  the connection's pump goroutine, and only it
- *   vr_flushed, vr_disconnect, vr_stats   anyone, until vr_destroy
+ *   vr_flushed, vr_disconnect, vr_get_stats   anyone, until vr_destroy
  *   vr_destroy               once, after every other call has returned
  *
  * Reader, writer and pump may run at the same time. Whoever drains the completion queue accounts for both
@@ -47,6 +47,7 @@ enum vr_fault_kind {
 	VR_FAULT_DROPPED,         /* the server accepted, then disconnected before it announced a window */
 	VR_FAULT_DEVICE_GONE,     /* the RDMA device was removed, or its address changed */
 	VR_FAULT_COMPLETION,      /* a work request failed; a is its ibv_wc_status, b the vendor's error */
+	VR_FAULT_FLUSHED,         /* the device put the queue pair into error over something the peer sent */
 	VR_FAULT_CONTROL_SIZE,    /* a control message of a bytes; 32 are due */
 	VR_FAULT_CONTROL_OPCODE,  /* a control message with the unknown opcode a */
 	VR_FAULT_WINDOW_EARLY,    /* a new window was announced with b of a bytes of the current one used */
@@ -113,6 +114,15 @@ int vr_dial(struct vr_conn **out, int *epfd, const struct sockaddr *dst, const s
  * negative: failed, see vr_get_fault. After 1 the pump takes over.
  */
 int vr_dial_step(struct vr_conn *c);
+
+/*
+ * Gives an unfinished dial up gently. 1: the server may have been asked to connect, so vr_dial_step is to be called as
+ * before, until it fails or, at the latest, a time of the caller's choice has passed; then vr_destroy. 0: vr_destroy at
+ * once. A server whose client is gone before it could accept crashes three seconds later (Valkey up to 9.1.2:
+ * rdmaHandleConnect in src/rdma.c leaves its keepalive timer behind when rdma_accept fails), so one that is merely
+ * busy is given the time to accept. Most of the memory is freed at once.
+ */
+int vr_abandon(struct vr_conn *c);
 
 /* What an unfinished dial is doing, in words. */
 const char *vr_dial_stage(struct vr_conn *c);

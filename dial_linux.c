@@ -375,8 +375,14 @@ static int on_route_resolved(struct vr_conn *c)
 
 static int on_connect_response(struct vr_conn *c)
 {
-	int err = connect_qp(c);
+	int err;
 
+	if (c->abandoned) {
+		/* The server accepted after all. It gets a connection that ends at once: see vr_abandon. */
+		c->established = !vr_lib.rdma_establish(c->id);
+		return fail(c, VR_FAULT_SYSTEM, ECANCELED, "connect", 0);
+	}
+	err = connect_qp(c);
 	if (err)
 		return fail_call(c, err, "move queue pair to RTS", 0);
 	if (vr_lib.rdma_establish(c->id))
@@ -610,6 +616,19 @@ int vr_dial_step(struct vr_conn *c)
 		}
 	} while (r.n > 0);
 	return 0;
+}
+
+int vr_abandon(struct vr_conn *c)
+{
+	if (c->state != VR_CONNECTING && c->state != VR_AWAITING_WINDOW)
+		return 0;
+	/* The queue pair stays, so that its number, which the server knows, is not given to another connection. */
+	c->abandoned = true;
+	if (c->state == VR_CONNECTING) {
+		vr_buf_free(&c->tx);
+		vr_buf_free(&c->rx[0]);
+	}
+	return 1;
 }
 
 const char *vr_dial_stage(struct vr_conn *c)

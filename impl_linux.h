@@ -129,6 +129,7 @@ struct vr_conn {
 	struct ibv_qp *qp;              /* not on the cm_id, see connect_qp */
 	unsigned int cq_events_unacked; /* pump only */
 	uint32_t recv_depth, send_depth, inline_max;
+	bool abandoned;   /* set while dialling: nobody wants the connection any more */
 	bool established; /* set while dialling: the CM has a connection to disconnect */
 
 	struct vr_buf control; /* recv_depth receives, then send_depth messages to send */
@@ -153,6 +154,7 @@ struct vr_conn {
 	_Atomic bool announce_due;     /* the newest window's announcement is not posted yet */
 	uint32_t repost[VR_REPOST_BATCH];
 	uint32_t repost_n;
+	bool flushed; /* requests were flushed */
 	uint64_t rx_messages;
 
 	/* The peer's newest window, written under cq_lock. */
