@@ -26,7 +26,7 @@ lint: ## gofmt, go vet, C warnings, shellcheck
 
 fmt: ## format Go and C
 	@gofmt -w .
-	@clang-format -i *.c *.h
+	@clang-format -i *.[ch] internal/*/*.[ch] testdata/*.c
 
 clean: ## remove what was built here; the laboratory's cache stays (~/.cache/valkeyrdma)
 	@rm -rf build

@@ -67,6 +67,11 @@ static void put64(uint8_t *p, uint64_t v)
 	memcpy(p, &v, sizeof(v));
 }
 
+static bool broken(struct vr_conn *c)
+{
+	return vr_faulted(c) || atomic_load(&c->peer_closed) || atomic_load(&c->closed);
+}
+
 /* Receives. */
 
 static int post_receives(struct vr_conn *c, const uint32_t *index, uint32_t n)
@@ -228,23 +233,38 @@ static void on_control(struct vr_conn *c, const uint8_t *msg, uint32_t size)
 	}
 }
 
+/* A failed request. Only its wr_id and status mean anything. */
 static void on_failed(struct vr_conn *c, const struct ibv_wc *wc)
 {
-	int code = ECONNRESET;
+	bool receive = wc->wr_id & VR_WR_RECV;
 
-	/* Flushed requests are the echo of our own hang-up, or of a failure: then what failed is told first. */
-	if (wc->status == IBV_WC_WR_FLUSH_ERR) {
+	switch (wc->status) {
+	case IBV_WC_WR_FLUSH_ERR:
+		/* The echo of our own hang-up, or of a failure, and then what failed is told first. */
 		c->flushed = true;
 		return;
-	}
-	if (wc->status == IBV_WC_RETRY_EXC_ERR || wc->status == IBV_WC_RNR_RETRY_EXC_ERR)
-		code = ETIMEDOUT;
-	if (wc->wr_id & VR_WR_RECV && wc->status == IBV_WC_LOC_LEN_ERR) {
-		protocol_fault(c, VR_FAULT_CONTROL_SIZE, 0, 0); /* longer than the receive */
+	case IBV_WC_LOC_LEN_ERR:
+	case IBV_WC_LOC_QP_OP_ERR: /* this one from rxe */
+		if (receive) {
+			protocol_fault(c, VR_FAULT_CONTROL_SIZE, UINT64_MAX, 0);
+			return;
+		}
+		break;
+	case IBV_WC_REM_ACCESS_ERR:
+	case IBV_WC_REM_INV_REQ_ERR:
+		if (receive) { /* rxe tells us what the peer's device is told, others only flush */
+			protocol_fault(c, VR_FAULT_BAD_MESSAGE, 0, 0);
+			return;
+		}
+		break;
+	case IBV_WC_RETRY_EXC_ERR:
+	case IBV_WC_RNR_RETRY_EXC_ERR:
+		vr_set_fault(c, VR_FAULT_COMPLETION, ETIMEDOUT, "send", wc->status, wc->vendor_err);
 		return;
+	default:
+		break;
 	}
-	vr_set_fault(c, VR_FAULT_COMPLETION, code, wc->wr_id & VR_WR_RECV ? "receive" : "send", wc->status,
-	             wc->vendor_err);
+	vr_set_fault(c, VR_FAULT_COMPLETION, ECONNRESET, receive ? "receive" : "send", wc->status, wc->vendor_err);
 }
 
 /* Gives back the slots and the staging that a signalled completion covers; both are in its wr_id, see post_chain. */
@@ -272,6 +292,7 @@ static uint32_t on_completion(struct vr_conn *c, const struct ibv_wc *wc)
 	}
 	if (atomic_load(&c->rx_dead))
 		return 0;
+	atomic_fetch_add(&c->heard, 1);
 	switch (wc->opcode) {
 	case IBV_WC_RECV_RDMA_WITH_IMM:
 		on_data(c, ntohl(wc->imm_data));
@@ -302,7 +323,7 @@ static uint32_t drain(struct vr_conn *c)
 		vr_set_fault(c, VR_FAULT_SYSTEM, EIO, "poll completion queue", 0, 0);
 	/* Nobody said why: the device gave the queue pair up because of what the peer sent (IB spec 9.9.3, responder errors). */
 	if (c->flushed && !atomic_load(&c->disconnected))
-		vr_set_fault(c, VR_FAULT_FLUSHED, ECONNRESET, "receive", 0, 0);
+		protocol_fault(c, VR_FAULT_BAD_MESSAGE, 0, 0);
 	return wake;
 }
 
@@ -555,6 +576,29 @@ void vr_hello(struct vr_conn *c)
 	pthread_mutex_unlock(&c->sq_lock);
 }
 
+bool vr_probe(struct vr_conn *c)
+{
+	uint8_t msg[VR_CONTROL_SIZE] = {0};
+	uint64_t heard = atomic_load(&c->heard);
+	bool probed = false;
+
+	if (heard != c->heard_before || broken(c)) {
+		c->heard_before = heard;
+		return false;
+	}
+	pthread_mutex_lock(&c->sq_lock);
+	/* Where there is no room, requests are outstanding, and their retries are probes as well. */
+	if (credits(c) && sq_free(c) > VR_SQ_RESERVE) {
+		put16(msg, VR_OP_KEEPALIVE);
+		post_control(c, msg);
+		probed = true;
+	}
+	pthread_mutex_unlock(&c->sq_lock);
+	if (atomic_load(&c->tx_due))
+		vr_tx_kick(c);
+	return probed;
+}
+
 /* Sends a small write inline if nothing is in its way; false means that it must be staged. */
 static bool write_inline(struct vr_conn *c, const void *buf, uint32_t len)
 {
@@ -590,11 +634,6 @@ static uint64_t now_ns(void)
 
 	clock_gettime(CLOCK_MONOTONIC, &t);
 	return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
-}
-
-static bool broken(struct vr_conn *c)
-{
-	return vr_faulted(c) || atomic_load(&c->peer_closed) || atomic_load(&c->closed);
 }
 
 static uint64_t staging_room(struct vr_conn *c)

@@ -22,6 +22,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"net"
 	"net/netip"
 	"os"
@@ -39,6 +40,7 @@ type options struct {
 	staging   uint32 // bytes of send staging, a power of two
 	recvDepth uint32 // receives kept posted
 	sendDepth uint32 // send queue slots
+	probe     time.Duration
 }
 
 const (
@@ -143,9 +145,10 @@ func (c *conn) signal(wake C.uint32_t) {
 
 // pump serves completions and connection manager events for as long as the connection lives, whether or not anybody
 // reads: the receives of an idle or a busy subscriber must be posted again, and a writer learns from completions too.
-func (c *conn) pump(raw syscall.RawConn) {
-	// The callback returns false to wait for the descriptor; Read fails when Close closes it.
-	_ = raw.Read(func(uintptr) bool {
+// Each time that nothing at all has come in for the interval of probing, it sends something, so that a server whose host
+// is gone is noticed although nobody writes; a server that lives sends a keepalive every three seconds.
+func (c *conn) pump(raw syscall.RawConn, probe time.Duration) {
+	serve := func(uintptr) bool { // false: wait for the descriptor
 		for {
 			res := C.vr_pump(c.c)
 			c.signal(res.wake)
@@ -153,7 +156,16 @@ func (c *conn) pump(raw syscall.RawConn) {
 				return false
 			}
 		}
-	})
+	}
+	for {
+		if probe > 0 {
+			_ = c.file.SetReadDeadline(time.Now().Add(probe))
+		}
+		if err := raw.Read(serve); !errors.Is(err, os.ErrDeadlineExceeded) {
+			return // Close has closed the descriptor
+		}
+		C.vr_probe(c.c)
+	}
 }
 
 // Read reads what has arrived, at most len(b) bytes. After the server has closed the connection and every byte that
@@ -384,11 +396,10 @@ func faultError(f *C.struct_vr_fault) error {
 	case C.VR_FAULT_COMPLETION:
 		return say(errno, "%s failed: %s (status %d, vendor error %#x)", step,
 			C.GoString(C.vr_wc_status_str(C.int(f.a))), a, b)
-	case C.VR_FAULT_FLUSHED:
-		return say(ErrProtocol, "%v: the device gave the connection up over a message of the server, most likely a write "+
-			"outside of the announced window", ErrProtocol)
+	case C.VR_FAULT_BAD_MESSAGE:
+		return protocol("the device refused a message, most likely a write outside of our window")
 	case C.VR_FAULT_CONTROL_SIZE:
-		if a == 0 {
+		if a == math.MaxUint64 {
 			return protocol("a control message of more than 32 bytes")
 		}
 		return protocol("a control message of %d bytes, 32 are due", a)
@@ -449,12 +460,25 @@ var loadLibraries = sync.OnceValue(func() error {
 })
 
 // dialAddr connects to one address. local may be the zero AddrPort.
-func dialAddr(ctx context.Context, remote, local netip.AddrPort, window uint32) (net.Conn, error) {
-	c, err := dialSized(ctx, remote, local, options{window, txStaging, recvDepth, sendDepth})
+func dialAddr(ctx context.Context, remote, local netip.AddrPort, window uint32, keepAlive time.Duration) (net.Conn, error) {
+	c, err := dialSized(ctx, remote, local, options{window, txStaging, recvDepth, sendDepth, probeInterval(keepAlive)})
 	if err != nil {
 		return nil, err // and not a nil *conn in a net.Conn
 	}
 	return c, nil
+}
+
+// probeInterval follows net.Dialer.KeepAlive: negative means never, 0 the default of 15 seconds. Servers send a keepalive every
+// three seconds (VALKEY_RDMA_KEEPALIVE_MS), so that asking more often than every five would be for nothing.
+func probeInterval(keepAlive time.Duration) time.Duration {
+	switch {
+	case keepAlive < 0:
+		return 0
+	case keepAlive == 0:
+		return 15 * time.Second
+	default:
+		return max(keepAlive, 5*time.Second)
+	}
 }
 
 func dialSized(ctx context.Context, remote, local netip.AddrPort, o options) (*conn, error) {
@@ -511,7 +535,7 @@ func dialOnce(ctx context.Context, remote, local netip.AddrPort, o options) (*co
 	c.local, c.remote = goAddr(&l), Addr{remote}
 	c.r.init()
 	c.w.init()
-	go c.pump(raw)
+	go c.pump(raw, o.probe)
 	return c, nil
 }
 

@@ -12,7 +12,7 @@
  *   vr_dial, vr_dial_step, vr_abandon     the dialling goroutine
  *   vr_read                  one reader at a time
  *   vr_write                 one writer at a time
- *   vr_pump                  the connection's pump goroutine, and only it
+ *   vr_pump, vr_probe        the connection's pump goroutine, and only it
  *   vr_flushed, vr_disconnect, vr_get_stats   anyone, until vr_destroy
  *   vr_destroy               once, after every other call has returned
  *
@@ -22,8 +22,9 @@
 #ifndef VALKEYRDMA_CONN_LINUX_H
 #define VALKEYRDMA_CONN_LINUX_H
 
-#include <stdint.h>
+#include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 #include <sys/socket.h>
 
 struct vr_conn;
@@ -47,8 +48,8 @@ enum vr_fault_kind {
 	VR_FAULT_DROPPED,         /* the server accepted, then disconnected before it announced a window */
 	VR_FAULT_DEVICE_GONE,     /* the RDMA device was removed, or its address changed */
 	VR_FAULT_COMPLETION,      /* a work request failed; a is its ibv_wc_status, b the vendor's error */
-	VR_FAULT_FLUSHED,         /* the device put the queue pair into error over something the peer sent */
-	VR_FAULT_CONTROL_SIZE,    /* a control message of a bytes; 32 are due */
+	VR_FAULT_BAD_MESSAGE,     /* the device refused what the peer sent, such as a write outside of the window */
+	VR_FAULT_CONTROL_SIZE,    /* a control message of a bytes, UINT64_MAX: more than the 32 that are due */
 	VR_FAULT_CONTROL_OPCODE,  /* a control message with the unknown opcode a */
 	VR_FAULT_WINDOW_EARLY,    /* a new window was announced with b of a bytes of the current one used */
 	VR_FAULT_WINDOW_LENGTH,   /* a window of a bytes was announced */
@@ -149,6 +150,12 @@ struct vr_result vr_write(struct vr_conn *c, const void *buf, size_t len, uint32
  * 0 if not.
  */
 struct vr_result vr_pump(struct vr_conn *c);
+
+/*
+ * If nothing at all has come from the peer since the last call, sends a message that needs no answer: where the peer's host is
+ * gone, its retries run out and the connection fails. True if it did.
+ */
+bool vr_probe(struct vr_conn *c);
 
 /* 1: all that vr_write took has reached the peer's memory; 0: not yet, wait for VR_WAKE_WRITER; negative: never will. */
 struct vr_result vr_flushed(struct vr_conn *c);

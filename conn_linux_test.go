@@ -89,10 +89,7 @@ func TestDialFailures(t *testing.T) {
 	good := rdmaAddr(t)
 	host, _, err := net.SplitHostPort(good)
 	require.NoError(t, err)
-	// The first dial opens what stays open for the life of the process: libraries, the device.
-	c, err := DialCtxFn(context.Background(), good, nil, nil)
-	require.NoError(t, err)
-	require.NoError(t, c.Close())
+	warm(t)
 
 	silent := net.JoinHostPort(strings.TrimSuffix(host, "1")+"199", "6378") // in the subnet, nobody there
 	for _, tc := range []struct {
@@ -139,10 +136,7 @@ func TestDialCancelled(t *testing.T) {
 	abandonFor(t, 300*time.Millisecond)
 	host, _, err := net.SplitHostPort(rdmaAddr(t))
 	require.NoError(t, err)
-	c, err := DialCtxFn(context.Background(), rdmaAddr(t), nil, nil)
-	require.NoError(t, err)
-	require.NoError(t, c.Close())
-
+	warm(t)
 	fds, goroutines, resources := openFDs(t), runtime.NumGoroutine(), rdmaResources(t)
 	ctx, cancel := context.WithCancel(context.Background())
 	time.AfterFunc(200*time.Millisecond, cancel)
@@ -183,6 +177,7 @@ func TestDialCancelled(t *testing.T) {
 func TestH23DialBusyServer(t *testing.T) {
 	w := watchdog(t, time.Minute)
 	addr := startServer(t, "--protected-mode", "no")
+	warm(t)
 	fds, goroutines, resources := openFDs(t), runtime.NumGoroutine(), rdmaResources(t)
 	sleeping := make(chan string, 1)
 	go func() { sleeping <- serverDo(t, addr, "DEBUG", "SLEEP", "2") }()

@@ -6,8 +6,9 @@ import (
 	"context"
 	"net"
 	"net/netip"
+	"time"
 )
 
-func dialAddr(context.Context, netip.AddrPort, netip.AddrPort, uint32) (net.Conn, error) {
+func dialAddr(context.Context, netip.AddrPort, netip.AddrPort, uint32, time.Duration) (net.Conn, error) {
 	return nil, ErrUnsupported
 }

@@ -219,7 +219,10 @@ static int create_qp(struct vr_conn *c)
 	return errno ? errno : EIO;
 }
 
-/* Asks the CM for the attributes of a state and applies them; tune may change them in between. */
+/*
+ * Asks the CM for the attributes of a state and applies them; tune may change them in between. An errno, negative if it was
+ * the CM that failed.
+ */
 static int move_qp(struct vr_conn *c, enum ibv_qp_state to, void (*tune)(struct vr_conn *, struct ibv_qp_attr *, int *))
 {
 	struct ibv_qp_attr attr;
@@ -228,7 +231,7 @@ static int move_qp(struct vr_conn *c, enum ibv_qp_state to, void (*tune)(struct 
 	memset(&attr, 0, sizeof(attr));
 	attr.qp_state = to;
 	if (vr_lib.rdma_init_qp_attr(c->id, &attr, &mask))
-		return errno;
+		return -errno;
 	if (tune)
 		tune(c, &attr, &mask);
 	return vr_lib.ibv_modify_qp(c->qp, &attr, mask);
@@ -328,7 +331,7 @@ static int make_resources(struct vr_conn *c)
 
 	err = move_qp(c, IBV_QPS_INIT, NULL);
 	if (err)
-		return fail_call(c, err, "move queue pair to INIT", 0);
+		return fail_call(c, abs(err), "move queue pair to INIT", 0);
 	err = vr_post_receives(c);
 	if (err)
 		return fail_call(c, err, "post receives", 0);
@@ -364,7 +367,11 @@ static int on_route_resolved(struct vr_conn *c)
 	memset(&param, 0, sizeof(param));
 	param.responder_resources = 1;
 	param.initiator_depth = 1;
-	param.retry_count = 7;
+	/*
+	 * Not 7, which rxe takes for endless (retry_cnt in the kernel's rxe_comp.c): a host that is gone would never be noticed.
+	 * The server's queue pair gets the same count.
+	 */
+	param.retry_count = 6;
 	param.rnr_retry_count = 7; /* this one becomes the server's: it waits for our receives without limit */
 	param.qp_num = c->qp->qp_num;
 	if (vr_lib.rdma_connect(c->id, &param))
@@ -383,10 +390,14 @@ static int on_connect_response(struct vr_conn *c)
 		return fail(c, VR_FAULT_SYSTEM, ECANCELED, "connect", 0);
 	}
 	err = connect_qp(c);
-	if (err)
+	if (err > 0)
 		return fail_call(c, err, "move queue pair to RTS", 0);
-	if (vr_lib.rdma_establish(c->id))
-		return fail_call(c, errno, "establish", 0);
+	if (!err && vr_lib.rdma_establish(c->id))
+		err = -errno;
+	if (err == -EINVAL) /* the CM has left the state for this, because the server is gone again */
+		return fail(c, VR_FAULT_DROPPED, ECONNRESET, "establish", 0);
+	if (err)
+		return fail_call(c, -err, "establish", 0);
 	c->established = true;
 	c->state = VR_AWAITING_WINDOW;
 	vr_hello(c);

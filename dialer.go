@@ -65,8 +65,9 @@ func DialCtxFn(ctx context.Context, dst string, d *net.Dialer, cfg *tls.Config) 
 }
 
 // DialCtxFn connects to dst, "host:port", over RDMA. A host name is resolved with d.Resolver, and its addresses are tried
-// in turn. Of d, which may be nil, Timeout, Deadline, LocalAddr (a *net.TCPAddr, *net.IPAddr or Addr) and Resolver are
-// honoured; with no limit there nor in ctx, the dial fails after 30 seconds. It returns when the server has
+// in turn. Of d, which may be nil, Timeout, Deadline, LocalAddr (a *net.TCPAddr, *net.IPAddr or Addr), Resolver and KeepAlive
+// (how long nothing may come from the server before it is probed; at least 5 s, 0 means 15 s, negative never) are honoured;
+// with no limit there nor in ctx, the dial fails after 30 seconds. It returns when the server has
 // announced its receive window, so the connection can be written to at once.
 //
 // cfg must be nil: RDMA has no TLS, and the error is ErrTLS.
@@ -97,7 +98,7 @@ func (dl *Dialer) DialCtxFn(ctx context.Context, dst string, d *net.Dialer, cfg 
 		return nil, dialError(d.LocalAddr, dst, err)
 	}
 	return dialInTurn(ctx, addrs, func(ctx context.Context, addr netip.AddrPort) (net.Conn, error) {
-		conn, err := dialAddr(ctx, addr, local, window)
+		conn, err := dialAddr(ctx, addr, local, window, d.KeepAlive)
 		if err != nil {
 			return nil, &net.OpError{Op: "dial", Net: network, Source: d.LocalAddr, Addr: Addr{addr}, Err: err}
 		}

@@ -42,6 +42,9 @@ func child(addr string) {
 			line, err = bufio.NewReader(c).ReadString('\n')
 			fmt.Printf("answer: %q\n", line)
 		}
+		if err == nil && os.Getenv("VALKEYRDMA_TEST_LARGE") != "" {
+			err = childLarge(c)
+		}
 	}
 	for name, is := range map[string]error{"ErrNoLibrary": ErrNoLibrary, "ErrNoDevice": ErrNoDevice,
 		"ErrLockedMemory": ErrLockedMemory} {
@@ -50,6 +53,22 @@ func child(addr string) {
 		}
 	}
 	fmt.Printf("error: %v\n", err)
+}
+
+// childLarge takes a value of several windows there and back.
+func childLarge(c net.Conn) error {
+	r := bufio.NewReader(c)
+	if _, err := io.WriteString(c, resp("SET", "child", strings.Repeat("x", 5<<20))+resp("GET", "child")); err != nil {
+		return err
+	}
+	if s, err := readReply(r); err != nil || s != "+OK" {
+		return fmt.Errorf("%q, %w", s, err)
+	}
+	value, err := readReply(r)
+	if err == nil {
+		fmt.Printf("large: %d bytes, locked less than 1.5 MiB: %v\n", len(value), c.(*conn).Stats().LockedBytes < 3<<19)
+	}
+	return err
 }
 
 // runChild runs a shell script in a mount namespace of its own, with $self as this test binary.

@@ -143,6 +143,8 @@ struct vr_conn {
 	_Atomic bool rx_dead;    /* the peer broke the protocol: count nothing more */
 	_Atomic bool peer_closed;
 	_Atomic bool closed;       /* vr_disconnect */
+	_Atomic uint64_t heard;    /* messages of any kind from the peer */
+	uint64_t heard_before;     /* at the last vr_probe */
 	_Atomic bool disconnected; /* the QP is in error, the CM told */
 
 	/* Receiving: windows 0, 1, 2... follow each other through rx_buffers buffers. */

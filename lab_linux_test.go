@@ -169,6 +169,14 @@ func startServer(t testing.TB, args ...string) string {
 	return addr
 }
 
+// warm makes the first dial of the process, which opens what stays open for its life: the libraries, the device.
+func warm(t testing.TB) {
+	t.Helper()
+	c, err := DialCtxFn(context.Background(), rdmaAddr(t), nil, nil)
+	require.NoError(t, err)
+	require.NoError(t, c.Close())
+}
+
 // openFDs counts the process's file descriptors.
 func openFDs(t testing.TB) int {
 	t.Helper()
