@@ -1,7 +1,7 @@
 # "make help" lists what there is. Everything works on a fresh Debian or Ubuntu machine without RDMA hardware; scripts/lab
 # says what it installs, and what it would need on other systems.
 
-.PHONY: help demo test test-run lab lint fmt clean
+.PHONY: help demo test test-run test-race test-asan fuzz guards lab lint fmt clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
@@ -16,7 +16,19 @@ test: ## all tests, the integration tests in the laboratory among them
 	@scripts/test
 
 test-run: ## one test of the laboratory: make test-run RUN=TestPing
-	@scripts/test -run '$(RUN)'
+	@scripts/test run '$(RUN)'
+
+test-race: ## the laboratory's tests with the race detector and checkptr
+	@scripts/test race
+
+test-asan: ## the laboratory's tests with the address sanitizer, leaks included
+	@scripts/test asan
+
+fuzz: ## fuzz the protocol, a minute each: make fuzz FUZZTIME=10m
+	@scripts/fuzz $(FUZZTIME)
+
+guards: ## take out the guard against each hazard, and see its test fail
+	@scripts/guards
 
 lab: ## install, fetch and build the laboratory: RDMA and a Valkey with it (scripts/lab --help)
 	@scripts/lab --setup

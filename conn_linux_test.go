@@ -127,8 +127,9 @@ func requireNoLeak(t *testing.T, fds, goroutines, resources int) {
 	require.Eventually(t, func() bool { return runtime.NumGoroutine() <= goroutines+1 }, // Eventually runs one itself
 		5*time.Second, 10*time.Millisecond, "goroutines are left")
 	require.Zero(t, abandonedDials.Load())
-	require.Equal(t, fds, openFDs(t), "file descriptors are left")
-	require.Equal(t, resources, rdmaResources(t), "RDMA resources are left")
+	// Fewer than before is no leak: an earlier test's may have gone late.
+	require.LessOrEqual(t, openFDs(t), fds, "file descriptors are left")
+	require.LessOrEqual(t, rdmaResources(t), resources, "RDMA resources are left")
 }
 
 func TestDialCancelled(t *testing.T) {
