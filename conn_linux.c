@@ -175,7 +175,7 @@ static void on_data(struct vr_conn *c, uint64_t n)
 		return;
 	/*
 	 * A second buffer lets the next window open without waiting for the reader. Only connections that fill a window
-	 * pay for it, and one that cannot have the memory goes on with one buffer.
+	 * pay for it, once, here under cq_lock; and one that cannot have the memory goes on with one buffer.
 	 */
 	if (received == len && !vr_buf_make(c, &c->rx[1], len, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE))
 		c->rx_buffers = 2;
@@ -351,6 +351,13 @@ uint32_t vr_finish(struct vr_conn *c, uint32_t wake)
 
 /* Sending. All of this runs under sq_lock. */
 
+/* Gives sq_lock back. Whoever does so must look at tx_due next, and call vr_tx_kick if it is set. */
+static void sq_unlock(struct vr_conn *c)
+{
+	pthread_mutex_unlock(&c->sq_lock);
+	atomic_thread_fence(memory_order_seq_cst);
+}
+
 static uint32_t sq_free(struct vr_conn *c)
 {
 	return c->send_depth - (atomic_load(&c->sq_posted) - atomic_load(&c->sq_done));
@@ -388,6 +395,7 @@ static int post_chain(struct vr_conn *c, struct ibv_send_wr *wr, uint32_t n, uin
 	return err;
 }
 
+/* Posts a control message. The caller knows of a free slot. */
 static void post_control(struct vr_conn *c, const uint8_t *msg)
 {
 	/* Each slot of the send queue has a message of its own, so one is never overwritten while it is being sent. */
@@ -513,7 +521,8 @@ static void post_staged(struct vr_conn *c, uint32_t n)
 		prepare_write(c, &wr[1], &sge[1], c->win_used + first);
 	wr[pieces - 1].opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
 	wr[pieces - 1].imm_data = htonl(n);
-	if (!post_chain(c, wr, pieces, n, false))
+	/* Whoever waits for all to be sent waits for a completion. */
+	if (!post_chain(c, wr, pieces, n, atomic_load(&c->draining)))
 		window_advance(c, n);
 }
 
@@ -557,23 +566,35 @@ void vr_tx_kick(struct vr_conn *c)
 {
 	atomic_store(&c->tx_due, true);
 	while (atomic_load(&c->tx_due)) {
+		/* Mutexes alone do not order the flag and a trylock that fails; on weakly ordered processors it would matter. */
+		atomic_thread_fence(memory_order_seq_cst);
 		if (pthread_mutex_trylock(&c->sq_lock))
 			return;
 		atomic_store(&c->tx_due, false);
 		tx_flush(c);
-		pthread_mutex_unlock(&c->sq_lock);
+		sq_unlock(c);
 	}
+}
+
+/* SetClientFeature with no feature set: there is none that we, or any server so far, would know. */
+static void post_features(struct vr_conn *c)
+{
+	uint8_t msg[VR_CONTROL_SIZE] = {0};
+
+	put16(msg, VR_OP_SET_CLIENT_FEATURE);
+	post_control(c, msg);
 }
 
 void vr_hello(struct vr_conn *c)
 {
-	/* The fence goes first: see on_data. */
+	/* The features are asked for first, which is also the first fence: see on_data. */
 	atomic_store(&c->fence_due, true);
 	pthread_mutex_lock(&c->sq_lock);
 	maybe_fence(c);
+	post_features(c);
 	atomic_store(&c->rx_announced, 1);
 	post_announcement(c);
-	pthread_mutex_unlock(&c->sq_lock);
+	sq_unlock(c);
 }
 
 bool vr_probe(struct vr_conn *c)
@@ -593,7 +614,7 @@ bool vr_probe(struct vr_conn *c)
 		post_control(c, msg);
 		probed = true;
 	}
-	pthread_mutex_unlock(&c->sq_lock);
+	sq_unlock(c);
 	if (atomic_load(&c->tx_due))
 		vr_tx_kick(c);
 	return probed;
@@ -622,7 +643,7 @@ static bool write_inline(struct vr_conn *c, const void *buf, uint32_t len)
 		}
 		maybe_fence(c);
 	}
-	pthread_mutex_unlock(&c->sq_lock);
+	sq_unlock(c);
 	if (atomic_load(&c->tx_due))
 		vr_tx_kick(c);
 	return sent;
@@ -739,14 +760,14 @@ struct vr_result vr_read(struct vr_conn *c, void *buf, size_t len, uint32_t spin
 			r.n = (int64_t)copy_out(c, buf, min64(have, len));
 			break;
 		}
-		if (end) {
+		if (end && looked) {
 			if (!vr_faulted(c) && atomic_load(&c->peer_closed) && !atomic_load(&c->closed))
 				r.n = 0;
 			else
 				r.n = vr_fault_errno(c);
 			break;
 		}
-		if (looked) {
+		if (looked && !end) {
 			if (!spin_ns) {
 				r.n = -EAGAIN;
 				break;
@@ -770,6 +791,7 @@ struct vr_result vr_flushed(struct vr_conn *c)
 	struct vr_result r = {0, 0};
 	struct ibv_send_wr wr;
 
+	atomic_store(&c->draining, true);
 	r.wake = vr_progress(c);
 	if (broken(c)) {
 		r.n = vr_fault_errno(c);
@@ -786,7 +808,7 @@ struct vr_result vr_flushed(struct vr_conn *c)
 			}
 			r.n = atomic_load(&c->sq_posted) == atomic_load(&c->sq_done);
 		}
-		pthread_mutex_unlock(&c->sq_lock);
+		sq_unlock(c);
 		if (atomic_load(&c->tx_due))
 			vr_tx_kick(c);
 	}
@@ -794,7 +816,7 @@ struct vr_result vr_flushed(struct vr_conn *c)
 	return r;
 }
 
-void vr_get_stats(struct vr_conn *c, struct vr_stats *out)
+uint32_t vr_get_stats(struct vr_conn *c, struct vr_stats *out)
 {
 	const char *name = c->id && c->id->verbs ? vr_lib.ibv_get_device_name(c->id->verbs->device) : NULL;
 
@@ -808,7 +830,7 @@ void vr_get_stats(struct vr_conn *c, struct vr_stats *out)
 	out->credit_waits = c->credit_waits;
 	out->window_waits = c->window_waits;
 	out->tx_window = c->win_length;
-	pthread_mutex_unlock(&c->sq_lock);
+	sq_unlock(c);
 	pthread_mutex_lock(&c->cq_lock);
 	out->rx_bytes = atomic_load(&c->rx_received);
 	out->rx_unread = out->rx_bytes - atomic_load(&c->rx_read);
@@ -823,4 +845,7 @@ void vr_get_stats(struct vr_conn *c, struct vr_stats *out)
 	out->inline_max = c->inline_max;
 	if (name)
 		strncpy(out->device, name, sizeof(out->device) - 1);
+	if (atomic_load(&c->tx_due))
+		vr_tx_kick(c);
+	return vr_finish(c, 0);
 }

@@ -51,6 +51,8 @@ const (
 	sendDepth = 256
 	resolveMs = 2000
 
+	maxPerCall = 1 << 20 // bytes taken by one call into C
+
 	again = -C.int64_t(syscall.EAGAIN) // nothing to do: park
 
 	// closeTimeout bounds how long Close waits for accepted bytes to reach the server. A healthy link needs
@@ -164,7 +166,13 @@ func (c *conn) pump(raw syscall.RawConn, probe time.Duration) {
 		if err := raw.Read(serve); !errors.Is(err, os.ErrDeadlineExceeded) {
 			return // Close has closed the descriptor
 		}
-		C.vr_probe(c.c)
+		// Close may have been here since: outside of raw.Read it does not wait for us. Should the probe fail, the reader and
+		// the writer are told by the next call of serve, which raw.Read makes before it waits.
+		c.life.RLock()
+		if c.c != nil {
+			C.vr_probe(c.c)
+		}
+		c.life.RUnlock()
 	}
 }
 
@@ -182,7 +190,7 @@ func (c *conn) Read(b []byte) (int, error) {
 			return 0, nil
 		}
 		res := C.vr_read(c.c, unsafe.Pointer(unsafe.SliceData(b)), C.size_t(len(b)), 0)
-		c.signal(res.wake)
+		c.signal(res.wake &^ C.VR_WAKE_READER)
 		switch {
 		case res.n > 0:
 			return int(res.n), nil
@@ -191,7 +199,9 @@ func (c *conn) Read(b []byte) (int, error) {
 		case res.n != again:
 			return 0, c.opError("read", c.failure(syscall.Errno(-res.n)))
 		}
-		c.r.park()
+		if res.wake&C.VR_WAKE_READER == 0 {
+			c.r.park()
+		}
 	}
 }
 
@@ -217,13 +227,18 @@ func (c *conn) write(p unsafe.Pointer, size int) (int, error) {
 		if done == size {
 			return done, nil
 		}
-		res := C.vr_write(c.c, unsafe.Add(p, done), C.size_t(size-done), 0)
+		// In pieces, so that a large Write over a fast link sees its deadline, and Close, in time.
+		piece := min(size-done, maxPerCall)
+		res := C.vr_write(c.c, unsafe.Add(p, done), C.size_t(piece), 0)
 		c.signal(res.wake &^ C.VR_WAKE_WRITER)
 		switch {
 		case res.n > 0:
 			done += int(res.n)
 			if done == size {
 				return done, nil
+			}
+			if int(res.n) == piece {
+				continue // there may be room for more
 			}
 		case res.n != again:
 			return done, c.opError("write", c.failure(syscall.Errno(-res.n)))
@@ -332,7 +347,7 @@ func (c *conn) Stats() Stats {
 		return Stats{}
 	}
 	var s C.struct_vr_stats
-	C.vr_get_stats(c.c, &s)
+	c.signal(C.vr_get_stats(c.c, &s))
 	return Stats{
 		Device:        C.GoString(&s.device[0]),
 		BytesReceived: uint64(s.rx_bytes), BytesSent: uint64(s.tx_bytes),

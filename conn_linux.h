@@ -3,8 +3,8 @@
  * The contract between the two halves of a connection.
  *
  * conn_linux.go owns net.Conn semantics: parking, deadlines, closing, errors. The C half owns verbs and
- * the connection manager. Every function here returns without blocking, sleeping or printing, and reports a
- * failure as a negative errno; none calls back into Go.
+ * the connection manager. No function here sleeps, prints or waits for the peer (vr_load reads files, and vr_destroy waits for
+ * the kernel to let go of what it frees), each reports a failure as a negative errno, and none calls back into Go.
  *
  * Who may call what, and when:
  *
@@ -121,7 +121,7 @@ int vr_dial_step(struct vr_conn *c);
  * before, until it fails or, at the latest, a time of the caller's choice has passed; then vr_destroy. 0: vr_destroy at
  * once. A server whose client is gone before it could accept crashes three seconds later (Valkey up to 9.1.2:
  * rdmaHandleConnect in src/rdma.c leaves its keepalive timer behind when rdma_accept fails), so one that is merely
- * busy is given the time to accept. Most of the memory is freed at once.
+ * busy is given the time to accept. Until it has, most of the memory is free already.
  */
 int vr_abandon(struct vr_conn *c);
 
@@ -166,7 +166,8 @@ void vr_disconnect(struct vr_conn *c);
 /* The first fault, or kind VR_FAULT_NONE. */
 void vr_get_fault(struct vr_conn *c, struct vr_fault *out);
 
-void vr_get_stats(struct vr_conn *c, struct vr_stats *out);
+/* Returns VR_WAKE_*: what others handed over to it while it held the locks may have ended in a fault. */
+uint32_t vr_get_stats(struct vr_conn *c, struct vr_stats *out);
 
 /* Frees everything, connected or not. */
 void vr_destroy(struct vr_conn *c);

@@ -481,13 +481,13 @@ func TestServerDies(t *testing.T) {
 	t.Logf("write: %v", err)
 }
 
-// Pending Reads cost goroutines, not threads.
+// 500 pending Reads cost goroutines, not threads, and each the memory that the README says.
 func TestIdleConnections(t *testing.T) {
-	w := watchdog(t, 2*time.Minute)
-	const total = 100
+	w := watchdog(t, 3*time.Minute)
+	const total = 500
 	first := dialLab(t, w)
 	require.Equal(t, "+PONG", command(t, first, bufio.NewReader(first), "PING"))
-	threadsBefore, goroutinesBefore := threads(t), runtime.NumGoroutine()
+	threadsBefore, goroutinesBefore, fdsBefore := threads(t), runtime.NumGoroutine(), openFDs(t)
 	conns := make([]*conn, total)
 	got := make(chan error, total)
 	for i := range conns {
@@ -502,9 +502,15 @@ func TestIdleConnections(t *testing.T) {
 		}()
 	}
 	time.Sleep(200 * time.Millisecond)
+	t.Logf("%d connections: %d more threads, %d more goroutines, %d more descriptors", total, threads(t)-threadsBefore,
+		runtime.NumGoroutine()-goroutinesBefore, openFDs(t)-fdsBefore)
 	// The scheduler starts a thread now and then for a call into C that takes long, whatever the number of connections.
 	require.Less(t, threads(t)-threadsBefore, 8)
 	require.LessOrEqual(t, runtime.NumGoroutine()-goroutinesBefore, 2*total)
+	require.LessOrEqual(t, openFDs(t)-fdsBefore, 3*total)
+	for _, c := range conns {
+		require.EqualValues(t, (recvDepth+sendDepth)*32+1<<20+txStaging, c.Stats().LockedBytes)
+	}
 	for _, c := range conns {
 		_, err := io.WriteString(c, "PING\r\n")
 		require.NoError(t, err)

@@ -464,12 +464,17 @@ static uint32_t on_cm_event(struct vr_conn *c, enum rdma_cm_event_type event, in
 	case RDMA_CM_EVENT_TIMEWAIT_EXIT:
 		break;
 	case RDMA_CM_EVENT_DISCONNECTED:
-		/* It may overtake data: what has arrived is counted before the end is declared. */
+		/*
+		 * It may overtake data: what has arrived is counted before the end is declared. Hanging up answers the peer,
+		 * whose CM otherwise waits for it; after that nothing more can arrive.
+		 */
 		if (c->cq)
 			wake = vr_progress(c);
 		on_end(c, event, status);
+		vr_hang_up(c);
+		if (c->cq)
+			wake |= vr_progress(c);
 		atomic_store(&c->peer_closed, true);
-		vr_hang_up(c); /* answers the peer, whose CM otherwise waits for it */
 		wake |= VR_WAKE_READER | VR_WAKE_WRITER;
 		break;
 	default:
@@ -497,13 +502,21 @@ static uint32_t serve_cm(struct vr_conn *c, bool *did)
 	return wake;
 }
 
-static uint32_t serve_completions(struct vr_conn *c)
+static uint32_t serve_completions(struct vr_conn *c, uint32_t events, bool *did)
 {
 	struct ibv_cq *cq;
 	void *ctx;
 
-	while (!vr_lib.ibv_get_cq_event(c->comp_channel, &cq, &ctx))
+	while (!vr_lib.ibv_get_cq_event(c->comp_channel, &cq, &ctx)) {
 		c->cq_events_unacked++;
+		*did = true;
+	}
+	if (events & (EPOLLERR | EPOLLHUP)) {
+		/* The kernel has closed the channel, for ever readable from now on, because the device is gone. */
+		epoll_ctl(c->epfd, EPOLL_CTL_DEL, c->comp_channel->fd, NULL);
+		fail(c, VR_FAULT_DEVICE_GONE, ENODEV, "its completion channel was closed", 0);
+		return vr_progress(c);
+	}
 	/* Acknowledging takes a lock of the library, so it is done in batches; vr_destroy does the rest. */
 	if (c->cq_events_unacked >= 64) {
 		vr_lib.ibv_ack_cq_events(c->cq, c->cq_events_unacked);
@@ -525,12 +538,12 @@ struct vr_result vr_pump(struct vr_conn *c)
 	bool did = false;
 	int i, n;
 
-	n = epoll_wait(c->epfd, ev, 2, 0);
+	do
+		n = epoll_wait(c->epfd, ev, 2, 0);
+	while (n < 0 && errno == EINTR);
 	for (i = 0; i < n; i++) {
-		if (c->comp_channel && ev[i].data.fd == c->comp_channel->fd) {
-			r.wake |= serve_completions(c);
-			did = true;
-		}
+		if (c->comp_channel && ev[i].data.fd == c->comp_channel->fd)
+			r.wake |= serve_completions(c, ev[i].events, &did);
 	}
 	for (i = 0; i < n; i++) {
 		if (ev[i].data.fd == c->cm_channel->fd)

@@ -24,8 +24,8 @@ var (
 	// ErrNoDevice means that the host has no RDMA device or connection manager, or none on the route to the address.
 	ErrNoDevice = errors.New("no RDMA device")
 
-	// ErrLockedMemory means that the memory of a connection, about 1.5 MiB or 2.5 MiB once a large value has come
-	// in, could not be registered, most often because of RLIMIT_MEMLOCK.
+	// ErrLockedMemory means that the memory of a connection, 1.3 MiB and another 1 MiB once 1 MiB has come in, could not
+	// be registered, most often because of RLIMIT_MEMLOCK.
 	ErrLockedMemory = errors.New("cannot lock memory for RDMA: raise RLIMIT_MEMLOCK (ulimit -l, LimitMEMLOCK= of " +
 		"systemd, --ulimit memlock= of docker, or CAP_IPC_LOCK)")
 

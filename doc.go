@@ -13,8 +13,8 @@
 //
 // RDMA needs Linux and cgo; elsewhere the package compiles and every dial fails with ErrUnsupported. libibverbs and librdmacm
 // are opened at the first dial, so a program starts without them too, and gets ErrNoLibrary there.
-// A connection locks about 1.4 MiB of memory, and another 1 MiB once a window's worth of data has come in; RLIMIT_MEMLOCK has
-// to allow for it. There is no TLS, and a connection does not survive a fork.
+// A connection locks about 1.3 MiB of memory, and another 1 MiB once 1 MiB of data has come in, besides what the device's
+// driver locks for its queues; RLIMIT_MEMLOCK has to allow for it. There is no TLS, and a connection does not survive a fork.
 //
 // # Connections
 //

@@ -165,6 +165,17 @@ func TestH01RNRRetry(t *testing.T) {
 	require.NoError(t, err)
 }
 
+// What a connection opens with: the exchange of features, and the first window.
+func TestFeatures(t *testing.T) {
+	w := watchdog(t, time.Minute)
+	_, p := pair(t, w, fake(t, rdmatest.Options{}), defaults)
+	require.NoError(t, p.Idle(100*time.Millisecond))
+	f := p.Facts()
+	require.Equal(t, []rdmatest.Op{rdmatest.GetServerFeature, rdmatest.SetClientFeature, rdmatest.RegisterXferMemory}, f.First)
+	require.Equal(t, 7, f.ClientRNRRetry, "the server is asked to wait for our receives without limit")
+	require.Less(t, f.ClientRetry, 7, "which rxe takes for endless")
+}
+
 // A server that does not answer fences gets no credits counted, once its first reply has shown it.
 func TestH01NoEcho(t *testing.T) {
 	w := watchdog(t, time.Minute)
@@ -460,6 +471,34 @@ func TestH10H11WakeUps(t *testing.T) {
 	}
 }
 
+// H10, where it shows: a single reply, to a reader that sleeps, while a writer drains the queue all the time for room in the
+// staging. If the writer takes the reply's completion and tells nobody, nothing else will ever wake the reader.
+func TestH10WriterWakesReader(t *testing.T) {
+	w := watchdog(t, 2*time.Minute)
+	o := defaults
+	o.staging, o.sendDepth = 4096, 32
+	c, p := pair(t, w, fake(t, rdmatest.Options{Window: 64 << 10}), o)
+	data := make([]byte, 64<<10)
+	for round := range 300 {
+		read := make(chan error, 1)
+		go func() {
+			_, err := io.ReadFull(c, make([]byte, 4))
+			read <- err
+		}()
+		written := make(chan error, 1)
+		go func() {
+			_, err := c.Write(data)
+			written <- err
+		}()
+		readPeer(t, p, 32<<10)
+		_, err := p.Write([]byte("pong"))
+		require.NoError(t, err)
+		readPeer(t, p, 32<<10)
+		require.NoError(t, <-written)
+		require.NoError(t, <-read, "round %d", round)
+	}
+}
+
 // H12: connections leave nothing behind, 2000 of them.
 func TestH12Teardown(t *testing.T) {
 	watchdog(t, 5*time.Minute)
@@ -589,8 +628,20 @@ func TestH15CloseDelivers(t *testing.T) {
 		require.True(t, err == io.EOF, "%v", err)
 		require.NoError(t, <-closed)
 	}
-	c, _ := pair(t, w, fake(t, rdmatest.Options{Window: 64 << 10}), defaults)
-	_, err := c.Write(make([]byte, 100_000)) // more than the window, less than the staging
+	// What still waits for a window or a fence when Close comes is sent when that comes, and Close does not wait longer.
+	c, p := pair(t, w, fake(t, rdmatest.Options{Window: 64 << 10}), defaults)
+	_, err := c.Write(make([]byte, 64<<10+1))
+	require.NoError(t, err)
+	closed := make(chan error, 1)
+	go func() { closed <- c.Close() }()
+	time.Sleep(20 * time.Millisecond)
+	readPeer(t, p, 64<<10+1)
+	_, err = p.Read(make([]byte, 1))
+	require.True(t, err == io.EOF, "%v", err)
+	require.NoError(t, <-closed)
+
+	c, _ = pair(t, w, fake(t, rdmatest.Options{Window: 64 << 10}), defaults)
+	_, err = c.Write(make([]byte, 100_000)) // more than the window, less than the staging
 	require.NoError(t, err)
 	require.NoError(t, c.Close())
 }
@@ -859,7 +910,7 @@ func TestMisbehaviour(t *testing.T) {
 	})
 }
 
-// The error that each situation must be: DESIGN's table.
+// The error that each situation must be: the table in the README.
 func TestErrors(t *testing.T) {
 	w := watchdog(t, time.Minute)
 	s := fake(t, rdmatest.Options{Window: 64 << 10})

@@ -166,6 +166,7 @@ struct vr_conn {
 
 	/* Sending. */
 	pthread_mutex_t sq_lock;
+	_Atomic bool draining;      /* somebody waits until all is sent, see vr_flushed */
 	_Atomic bool tx_due;        /* somebody wants tx_flush to run, see tx_kick */
 	_Atomic uint64_t tx_staged; /* bytes copied into staging */
 	_Atomic uint64_t tx_posted; /* of these, posted */
@@ -203,7 +204,7 @@ void vr_hang_up(struct vr_conn *c);
 uint32_t vr_progress(struct vr_conn *c);
 uint32_t vr_finish(struct vr_conn *c, uint32_t wake);
 
-/* What a connection opens with: all receives posted; a fence and the first window's announcement. */
+/* What a connection opens with: all receives posted; the exchange of features and the first window's announcement. */
 int vr_post_receives(struct vr_conn *c);
 void vr_hello(struct vr_conn *c);
 void vr_tx_kick(struct vr_conn *c);
