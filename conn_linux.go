@@ -365,8 +365,11 @@ func (c *conn) opError(op string, err error) error {
 }
 
 // failure explains why a connection broke. errno is what C returned, for a connection without a fault: the server
-// closed it.
+// closed it. A Close of our own, also one that came while C was at work, explains all.
 func (c *conn) failure(errno syscall.Errno) error {
+	if c.closed.Load() {
+		return net.ErrClosed
+	}
 	var f C.struct_vr_fault
 	C.vr_get_fault(c.c, &f)
 	if f.kind == C.VR_FAULT_NONE {
