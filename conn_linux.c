@@ -182,15 +182,16 @@ static void on_data(struct vr_conn *c, uint64_t n)
 	maybe_announce(c);
 }
 
-static void on_fence_answer(struct vr_conn *c, uint16_t id)
+static uint32_t on_fence_answer(struct vr_conn *c, uint16_t id)
 {
 	if (!atomic_load(&c->fence_out) || id != (uint16_t)atomic_load(&c->fence_id))
-		return;
+		return 0;
 	atomic_store(&c->msgs_acked, atomic_load(&c->fence_mark));
 	c->fences++;
 	atomic_store(&c->fence_answered, true);
 	atomic_store(&c->fence_out, false);
 	atomic_store(&c->tx_due, true);
+	return atomic_load(&c->draining) ? VR_WAKE_WRITER : 0;
 }
 
 static void on_window(struct vr_conn *c, const uint8_t *msg)
@@ -212,16 +213,15 @@ static void on_window(struct vr_conn *c, const uint8_t *msg)
 	atomic_store(&c->tx_due, true);
 }
 
-static void on_control(struct vr_conn *c, const uint8_t *msg, uint32_t size)
+static uint32_t on_control(struct vr_conn *c, const uint8_t *msg, uint32_t size)
 {
 	if (size != VR_CONTROL_SIZE) {
 		protocol_fault(c, VR_FAULT_CONTROL_SIZE, size, 0);
-		return;
+		return 0;
 	}
 	switch (get16(msg)) {
 	case VR_OP_GET_SERVER_FEATURE:
-		on_fence_answer(c, get16(msg + 2));
-		break;
+		return on_fence_answer(c, get16(msg + 2));
 	case VR_OP_SET_CLIENT_FEATURE:
 	case VR_OP_KEEPALIVE:
 		break; /* neither wants an answer, nor do we know a feature */
@@ -231,6 +231,7 @@ static void on_control(struct vr_conn *c, const uint8_t *msg, uint32_t size)
 	default:
 		protocol_fault(c, VR_FAULT_CONTROL_OPCODE, get16(msg), 0);
 	}
+	return 0;
 }
 
 /* A failed request. Only its wr_id and status mean anything. */
@@ -281,6 +282,7 @@ static void on_sent(struct vr_conn *c, uint64_t wr_id)
 static uint32_t on_completion(struct vr_conn *c, const struct ibv_wc *wc)
 {
 	uint32_t index = (uint32_t)wc->wr_id;
+	uint32_t wake;
 
 	if (wc->status != IBV_WC_SUCCESS) { /* all but wr_id is undefined now */
 		on_failed(c, wc);
@@ -299,9 +301,9 @@ static uint32_t on_completion(struct vr_conn *c, const struct ibv_wc *wc)
 		repost(c, index);
 		return VR_WAKE_READER;
 	case IBV_WC_RECV:
-		on_control(c, c->control.addr + (size_t)index * VR_CONTROL_SIZE, wc->byte_len);
+		wake = on_control(c, c->control.addr + (size_t)index * VR_CONTROL_SIZE, wc->byte_len);
 		repost(c, index);
-		return 0;
+		return wake;
 	default:
 		protocol_fault(c, VR_FAULT_COMPLETION_KIND, wc->opcode, 0);
 		return 0;
@@ -786,10 +788,36 @@ struct vr_result vr_read(struct vr_conn *c, void *buf, size_t len, uint32_t spin
 	return r;
 }
 
+/*
+ * All has been posted: does the server have it? That it is in the server's memory is not enough, because the server drops what
+ * it has not read when it hears of the disconnect, which comes by another channel (rdmaHandleDisconnect in src/rdma.c).
+ * The answer to one more fence tells that it has: it reads in the same turn in which it answers.
+ */
+static bool arrived(struct vr_conn *c)
+{
+	struct ibv_send_wr wr;
+
+	if (!atomic_load(&c->fence_unsupported)) {
+		if (!c->last_fence && !atomic_load(&c->fence_out) && sq_free(c) > 0) {
+			post_fence(c);
+			c->last_fence = true;
+		}
+		return c->last_fence && !atomic_load(&c->fence_out);
+	}
+	if (c->sq_unsignaled && sq_free(c) > 0) {
+		/* A write of no bytes takes nothing from the peer, and completes after all before it. */
+		memset(&wr, 0, sizeof(wr));
+		wr.opcode = IBV_WR_RDMA_WRITE;
+		wr.wr.rdma.remote_addr = c->win_addr;
+		wr.wr.rdma.rkey = c->win_rkey;
+		post_chain(c, &wr, 1, 0, true);
+	}
+	return atomic_load(&c->sq_posted) == atomic_load(&c->sq_done);
+}
+
 struct vr_result vr_flushed(struct vr_conn *c)
 {
 	struct vr_result r = {0, 0};
-	struct ibv_send_wr wr;
 
 	atomic_store(&c->draining, true);
 	r.wake = vr_progress(c);
@@ -797,17 +825,8 @@ struct vr_result vr_flushed(struct vr_conn *c)
 		r.n = vr_fault_errno(c);
 	} else {
 		pthread_mutex_lock(&c->sq_lock);
-		if (atomic_load(&c->tx_staged) == atomic_load(&c->tx_posted)) {
-			if (c->sq_unsignaled && sq_free(c) > 0) {
-				/* A write of no bytes takes nothing from the peer, and completes after all before it. */
-				memset(&wr, 0, sizeof(wr));
-				wr.opcode = IBV_WR_RDMA_WRITE;
-				wr.wr.rdma.remote_addr = c->win_addr;
-				wr.wr.rdma.rkey = c->win_rkey;
-				post_chain(c, &wr, 1, 0, true);
-			}
-			r.n = atomic_load(&c->sq_posted) == atomic_load(&c->sq_done);
-		}
+		if (atomic_load(&c->tx_staged) == atomic_load(&c->tx_posted))
+			r.n = arrived(c);
 		sq_unlock(c);
 		if (atomic_load(&c->tx_due))
 			vr_tx_kick(c);

@@ -55,8 +55,8 @@ const (
 
 	again = -C.int64_t(syscall.EAGAIN) // nothing to do: park
 
-	// closeTimeout bounds how long Close waits for accepted bytes to reach the server. A healthy link needs
-	// microseconds; a server that reads nothing must not hold up the caller's error path.
+	// closeTimeout bounds how long Close waits for the server to have read all that was written. A server that is not
+	// busy needs microseconds; one that reads nothing must not hold up the caller's error path.
 	closeTimeout = 500 * time.Millisecond
 )
 
@@ -260,7 +260,7 @@ func (c *conn) usable(s *side) error {
 	return nil
 }
 
-// Close ends the connection. Bytes that Write took are delivered first, if that takes no longer than half a second. Blocked
+// Close ends the connection. It waits until the server has read what Write took, though no longer than half a second. Blocked
 // Reads and Writes return at once with net.ErrClosed, as does a second Close.
 func (c *conn) Close() error {
 	if !c.closed.CompareAndSwap(false, true) {
@@ -285,7 +285,7 @@ func (c *conn) Close() error {
 	return nil
 }
 
-// drain waits until the server's device has all that was written, or can not have it, or the time is over.
+// drain waits until the server has read all that was written, or can not have it, or the time is over.
 func (c *conn) drain() {
 	over := time.NewTimer(closeTimeout)
 	defer over.Stop()

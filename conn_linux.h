@@ -157,7 +157,10 @@ struct vr_result vr_pump(struct vr_conn *c);
  */
 bool vr_probe(struct vr_conn *c);
 
-/* 1: all that vr_write took has reached the peer's memory; 0: not yet, wait for VR_WAKE_WRITER; negative: never will. */
+/*
+ * 1: the peer has read all that vr_write took (or, if it answers no fences, has it in its memory); 0: not yet, wait for
+ * VR_WAKE_WRITER; negative: it never will. Nothing may be written any more.
+ */
 struct vr_result vr_flushed(struct vr_conn *c);
 
 /* Ends the connection for the peer; both sides of ours fail with EPIPE from here on, unless a fault came first. */

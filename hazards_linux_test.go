@@ -518,7 +518,11 @@ func TestH12Teardown(t *testing.T) {
 		_, err = c.Write([]byte("PING\r\n"))
 		require.NoError(t, err)
 		readPeer(t, p, 6)
-		require.NoError(t, c.Close())
+		closed := make(chan error, 1)
+		go func() { closed <- c.Close() }()
+		_, err = p.Read(make([]byte, 1))
+		require.True(t, err == io.EOF, "%v", err)
+		require.NoError(t, <-closed)
 		require.NoError(t, p.Close())
 	}
 	total := 2000

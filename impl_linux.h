@@ -167,6 +167,7 @@ struct vr_conn {
 	/* Sending. */
 	pthread_mutex_t sq_lock;
 	_Atomic bool draining;      /* somebody waits until all is sent, see vr_flushed */
+	bool last_fence;            /* the fence after all that was written is posted */
 	_Atomic bool tx_due;        /* somebody wants tx_flush to run, see tx_kick */
 	_Atomic uint64_t tx_staged; /* bytes copied into staging */
 	_Atomic uint64_t tx_posted; /* of these, posted */

@@ -112,7 +112,8 @@ func TestPingPong(t *testing.T) {
 	require.Equal(t, 1, f.Fences)
 	require.Equal(t, 1, f.Controls[rdmatest.RegisterXferMemory])
 	require.Equal(t, 1, f.WindowsSent)
-	require.Equal(t, []rdmatest.Op{rdmatest.GetServerFeature, rdmatest.RegisterXferMemory, rdmatest.Data}, f.First[:3])
+	require.Equal(t, []rdmatest.Op{rdmatest.GetServerFeature, rdmatest.SetClientFeature, rdmatest.RegisterXferMemory,
+		rdmatest.Data}, f.First[:4])
 	require.Equal(t, 7, f.ClientRNRRetry)
 	require.False(t, f.Overrun)
 	require.Len(t, p.Windows(), 1)
@@ -259,7 +260,8 @@ func TestNoEchoAndNoRepost(t *testing.T) {
 	}
 	require.NoError(t, p.Idle(200*time.Millisecond))
 	f := p.Facts()
-	require.Equal(t, 8, f.Messages+f.Controls[rdmatest.GetServerFeature]+f.Controls[rdmatest.RegisterXferMemory])
+	require.Equal(t, 8, f.Messages+f.Controls[rdmatest.GetServerFeature]+f.Controls[rdmatest.SetClientFeature]+
+		f.Controls[rdmatest.RegisterXferMemory])
 	require.True(t, f.Overrun)
 	_, err = p.Read(make([]byte, 64))
 	require.NoError(t, err)
