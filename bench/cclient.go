@@ -22,7 +22,7 @@ type cClient struct {
 	startup time.Duration // CPU time of a run that does next to nothing
 }
 
-func openC(w work) func(context.Context, *lab, string) (contestant, error) {
+func openC(w work) openFunc {
 	return func(ctx context.Context, l *lab, name string) (contestant, error) {
 		s, err := l.startServer(ctx)
 		if err != nil {

@@ -38,6 +38,7 @@ func run(args []string) error {
 		flags  = flag.NewFlagSet("bench", flag.ExitOnError)
 		only   = flags.String("only", "", "measure only what matches this `regexp`, such as get/size=64B.*go-")
 		list   = flags.Bool("list", false, "list what there is to measure")
+		serve  = flags.String("serve", "", "be the lean server that the bench starts with this")
 		report = flags.Bool("report", false, "measure nothing; report what is in the directory of -o")
 	)
 	flags.BoolVar(&c.quick, "quick", false, "only what the targets are about, in short rounds")
@@ -59,12 +60,15 @@ func run(args []string) error {
 		return err
 	}
 	switch {
+	case *serve != "":
+		return serveLean(*serve)
 	case *report:
 		return printReport(os.Stdout, c.dir)
 	case *list:
 		for _, g := range c.selected() {
 			for _, p := range g.peers {
-				fmt.Println(g.row.caseName() + "/peer=" + p.name)
+				r := p.row(g)
+				fmt.Println(r.name())
 			}
 		}
 		return nil
@@ -81,7 +85,7 @@ func (c *config) selected() []group {
 		}
 		var peers []opener
 		for _, p := range g.peers {
-			if (p.quick || !c.quick) && c.only.MatchString(g.row.caseName()+"/peer="+p.name) {
+			if r := p.row(g); (p.quick || !c.quick) && c.only.MatchString(r.name()) {
 				peers = append(peers, p)
 			}
 		}
@@ -111,14 +115,16 @@ func (c *config) measure() error {
 	environment := describe(c)
 	began := time.Now()
 	var rows []row
+	var quiet paces
 	for i, g := range selected {
 		fmt.Fprintf(os.Stderr, "bench: %3.0f s, %d of %d: %s\n", time.Since(began).Seconds(), i+1, len(selected), g.row.caseName())
-		rows = append(rows, c.compete(ctx, l, g)...)
+		rows = append(rows, c.compete(ctx, l, g, &quiet)...)
 		if ctx.Err() != nil {
 			break
 		}
 	}
 	fmt.Fprintf(os.Stderr, "bench: measured in %.0f s\n", time.Since(began).Seconds())
+	environment = append(environment, [2]string{"quiet", quiet.String()})
 	sortRows(rows)
 	if err := save(c.dir, environment, rows); err != nil {
 		return err
@@ -130,7 +136,7 @@ func (c *config) measure() error {
 }
 
 // compete runs all rounds of one case.
-func (c *config) compete(ctx context.Context, l *lab, g group) []row {
+func (c *config) compete(ctx context.Context, l *lab, g group, quiet *paces) []row {
 	var rows []row
 	d := c.each
 	if g.longer > 0 {
@@ -141,6 +147,7 @@ func (c *config) compete(ctx context.Context, l *lab, g group) []row {
 		entrants[i] = entrant{opener: p, l: l}
 	}
 	for round := 1; round <= c.rounds && ctx.Err() == nil; round++ {
+		quiet.measure()
 		for i := range entrants {
 			e := &entrants[i]
 			got, err := e.turn(ctx, d)
@@ -148,7 +155,7 @@ func (c *config) compete(ctx context.Context, l *lab, g group) []row {
 				break
 			}
 			if err != nil {
-				r := g.row
+				r := e.row(g)
 				r.Failure = strings.ReplaceAll(err.Error(), "\n", " ")
 				got = []row{r}
 				if !errors.Is(err, errNoSpin) {
@@ -237,6 +244,8 @@ func serverOf(c contestant) *server {
 	case *rawClient:
 		return c.server
 	case *cClient:
+		return c.server
+	case *edgeValkey:
 		return c.server
 	}
 	return nil

@@ -23,7 +23,6 @@ const (
 	rawEvents = "raw-rdma-ev" // the same without spinning
 	cTCP      = "c-tcp"       // valkey-benchmark
 	cRDMA     = "c-rdma"      // valkey-benchmark --rdma
-	perftest  = "perftest"    // ib_write_lat, ib_write_bw
 )
 
 // A work is what the contestants of a case do.
@@ -47,8 +46,18 @@ type contestant interface {
 type opener struct {
 	name string
 	// quick is for those that take part in a quick run as well.
-	quick bool
-	open  func(context.Context, *lab, string) (contestant, error)
+	quick   bool
+	buffers int // as in its rows
+	open    openFunc
+}
+
+type openFunc func(ctx context.Context, l *lab, name string) (contestant, error)
+
+// row is what the contestant's rows in the group have in common, but for the class of operations.
+func (o opener) row(g group) row {
+	r := g.row
+	r.Peer, r.Buffers = o.name, o.buffers
+	return r
 }
 
 // least is how many operations a measurement has at least, however long they take.
@@ -88,7 +97,7 @@ type goClient struct {
 }
 
 // openGo is valkey-go, one client for all callers, over TCP or over RDMA.
-func openGo(w work) func(context.Context, *lab, string) (contestant, error) {
+func openGo(w work) openFunc {
 	return func(ctx context.Context, l *lab, name string) (contestant, error) {
 		s, err := l.startServer(ctx)
 		if err != nil {
@@ -185,7 +194,7 @@ type rawClient struct {
 }
 
 // openRaw is a program that uses connections itself: each has one goroutine.
-func openRaw(w work) func(context.Context, *lab, string) (contestant, error) {
+func openRaw(w work) openFunc {
 	return func(ctx context.Context, l *lab, name string) (contestant, error) {
 		dial, err := rawDialer(name, 0)
 		if err != nil {

@@ -7,6 +7,7 @@ import (
 	"math"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 	"unicode/utf8"
@@ -71,7 +72,8 @@ func reportText(environment [][2]string, rows []row) string {
 		start = end
 	}
 	b.WriteString("\nTargets\n")
-	b.WriteString(indent(targetTable(rows)))
+	some := slices.ContainsFunc(environment, func(e [2]string) bool { return e[0] == "run" && strings.Contains(e[1], ", only ") })
+	b.WriteString(indent(targetTable(rows, some)))
 	return b.String()
 }
 
@@ -122,10 +124,20 @@ func failures(rows []row, name string) (n int, why string) {
 	return n, why
 }
 
-func targetTable(rows []row) string {
-	t := table{{"target", "wanted", "measured: median (min–max)", ""}}
+// targetTable is the list of targets; measured leaves out those that were not.
+func targetTable(rows []row, measured bool) string {
+	var verdicts []verdict
 	for _, x := range targets() {
-		v := x.judge(rows)
+		verdicts = append(verdicts, x.judge(rows))
+	}
+	verdicts = append(verdicts,
+		judgeEdges(rows, "edge-out", "slower than 10 times the median at a window edge, to the server"),
+		judgeEdges(rows, "edge-in", "slower than 10 times the median at a window edge, from the server"))
+	t := table{{"target", "wanted", "measured: median (min–max)", ""}}
+	for _, v := range verdicts {
+		if v.measured == notMeasured && measured {
+			continue
+		}
 		t = append(t, []string{v.text, v.wanted, v.measured, v.reached})
 	}
 	return t.String()

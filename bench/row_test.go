@@ -116,8 +116,7 @@ func TestTargetsAreMeasured(t *testing.T) {
 		c := config{quick: quick, only: regexp.MustCompile("")}
 		for _, g := range c.selected() {
 			for _, p := range g.peers {
-				r := g.row
-				r.Peer = p.name
+				r := p.row(g)
 				measured[r.name()] = true
 			}
 		}

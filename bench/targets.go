@@ -40,7 +40,45 @@ func targets() []target {
 			compare("    the same, raw connection / C client", name.caseName(), rawRDMA, cRDMA, rate, only, false)
 		}
 	}
+	ping := "pingpong/size=64B"
+	compare("64 B there and back, halved: p50, raw / ib_write_lat", ping, rawRDMA, writeLat, p50, 2, true)
+	compare("    the same without spinning", ping, rawEvents, writeLat, p50, only, true)
+	bytes := func(r *row) float64 { return r.BytesPS }
+	compare("stream to the server, 64KiB messages: raw / ib_write_bw", "stream/size=64KiB", rawOut, writeBW, bytes, 0.9, false)
+	compare("stream from the server, 64KiB messages: raw / ib_write_bw", "stream/size=64KiB", rawIn, writeBW, bytes, 0.9, false)
 	return all
+}
+
+// chance is the probability below which a difference is not taken for chance.
+const chance = 0.05
+
+// judgeEdges says whether operations that cross a window edge are slow more often than others, in one direction against the
+// lean server, over all windows.
+func judgeEdges(rows []row, workload, text string) verdict {
+	v := verdict{text: text, wanted: "edge <= elsewhere", measured: notMeasured, reached: "-"}
+	slow, ops := make(map[string]int), make(map[string]int)
+	for i := range rows {
+		if r := &rows[i]; r.Workload == workload && r.Peer == rawRDMA {
+			slow[r.Class] += r.Slow
+			ops[r.Class] += r.Ops
+		}
+	}
+	if ops["edge"] == 0 || ops["elsewhere"] == 0 {
+		return v
+	}
+	share := func(class string) float64 { return float64(slow[class]) / float64(ops[class]) }
+	v.measured = fmt.Sprintf("%d of %d (%.2f %%), elsewhere %d of %d (%.2f %%)", slow["edge"], ops["edge"], 100*share("edge"),
+		slow["elsewhere"], ops["elsewhere"], 100*share("elsewhere"))
+	p := binomialTail(slow["edge"], ops["edge"], share("elsewhere"))
+	switch {
+	case share("edge") <= share("elsewhere"):
+		v.reached = "reached"
+	case p >= chance:
+		v.reached = fmt.Sprintf("reached (a difference by chance: p = %.2f)", p)
+	default:
+		v.reached = "NOT reached"
+	}
+	return v
 }
 
 // A verdict is what a run says about a target.
@@ -48,8 +86,10 @@ type verdict struct {
 	text, wanted, measured, reached string
 }
 
+const notMeasured = "not measured"
+
 func (t target) judge(rows []row) verdict {
-	v := verdict{text: t.text, measured: "not measured", reached: "-"}
+	v := verdict{text: t.text, measured: notMeasured, reached: "-"}
 	if !math.IsNaN(t.bound) {
 		sign := ">="
 		if t.times {
