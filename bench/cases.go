@@ -112,7 +112,7 @@ func edgeGroups() []group {
 				lean := func(buffers int, quick bool, opt peer.Options, window int) {
 					r := r
 					r.Buffers = buffers
-					g.peers = append(g.peers, by(rawRDMA, quick, openLean(r, opt, window, edges(out))))
+					g.peers = append(g.peers, opener{rawRDMA, quick, buffers, openLean(r, opt, window, edges(out))})
 				}
 				if out {
 					lean(1, true, peer.Options{Window: window, Buffers: 1, Copy: true}, 0)

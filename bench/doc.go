@@ -7,5 +7,6 @@
 // smallest and the largest.
 //
 // A run writes its results to a directory: results.csv, one line for each contestant of each case in each round;
-// results.txt, the same for benchstat; and environment.txt. "bench -report" makes tables and plots of them, on any machine.
+// results.txt, the same for benchstat; environment.txt; and report.txt, the tables that it prints. "bench -report" and "bench
+// -plot" make tables and plots of them at any time, on any machine.
 package main

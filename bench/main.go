@@ -16,6 +16,9 @@ import (
 	"time"
 )
 
+// nothingLeftOut is what -only is when it is not given.
+var nothingLeftOut = regexp.MustCompile("")
+
 func main() {
 	if err := run(os.Args[1:]); err != nil {
 		fmt.Fprintln(os.Stderr, "bench:", err)
@@ -39,6 +42,7 @@ func run(args []string) error {
 		only   = flags.String("only", "", "measure only what matches this `regexp`, such as get/size=64B.*go-")
 		list   = flags.Bool("list", false, "list what there is to measure")
 		serve  = flags.String("serve", "", "be the lean server that the bench starts with this")
+		plot   = flags.Bool("plot", false, "measure nothing; draw what is in the directory of -o, into plots below it")
 		report = flags.Bool("report", false, "measure nothing; report what is in the directory of -o")
 	)
 	flags.BoolVar(&c.quick, "quick", false, "only what the targets are about, in short rounds")
@@ -64,6 +68,12 @@ func run(args []string) error {
 		return serveLean(*serve)
 	case *report:
 		return printReport(os.Stdout, c.dir)
+	case *plot:
+		environment, rows, err := load(c.dir)
+		if err != nil {
+			return err
+		}
+		return makePlots(filepath.Join(c.dir, "plots"), environment, rows)
 	case *list:
 		for _, g := range c.selected() {
 			for _, p := range g.peers {

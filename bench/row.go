@@ -104,7 +104,7 @@ type column struct {
 	set  func(*row, string) error
 }
 
-func text(name string, field func(*row) *string) column {
+func word(name string, field func(*row) *string) column {
 	return column{name, func(r *row) string { return *field(r) }, func(r *row, s string) error { *field(r) = s; return nil }}
 }
 
@@ -133,15 +133,15 @@ func number(name string, digits int, field func(*row) *float64) column {
 }
 
 var columns = []column{
-	text("workload", func(r *row) *string { return &r.Workload }),
+	word("workload", func(r *row) *string { return &r.Workload }),
 	integer("size_bytes", func(r *row) *int { return &r.Size }),
 	integer("callers", func(r *row) *int { return &r.Callers }),
 	integer("conns", func(r *row) *int { return &r.Conns }),
 	integer("pipeline", func(r *row) *int { return &r.Pipeline }),
 	integer("window_bytes", func(r *row) *int { return &r.Window }),
 	integer("buffers", func(r *row) *int { return &r.Buffers }),
-	text("class", func(r *row) *string { return &r.Class }),
-	text("peer", func(r *row) *string { return &r.Peer }),
+	word("class", func(r *row) *string { return &r.Class }),
+	word("peer", func(r *row) *string { return &r.Peer }),
 	integer("round", func(r *row) *int { return &r.Round }),
 	integer("ops", func(r *row) *int { return &r.Ops }),
 	number("seconds", 6, func(r *row) *float64 { return &r.Seconds }),
@@ -153,7 +153,7 @@ var columns = []column{
 	number("max_ns", 0, func(r *row) *float64 { return &r.Max }),
 	number("cpu_ns_per_op", 0, func(r *row) *float64 { return &r.CPUPerOp }),
 	integer("slow_ops", func(r *row) *int { return &r.Slow }),
-	text("failure", func(r *row) *string { return &r.Failure }),
+	word("failure", func(r *row) *string { return &r.Failure }),
 }
 
 func writeCSV(w io.Writer, rows []row) error {
