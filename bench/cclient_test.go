@@ -54,3 +54,13 @@ func TestParseBenchmark(t *testing.T) {
 		}
 	}
 }
+
+func TestSubtract(t *testing.T) {
+	r := row{Ops: 8, Seconds: 2.25, OpsPerS: 8 / 2.25}
+	if err := r.subtract(row{Ops: 1, Seconds: 0.5, OpsPerS: 2}); err != nil || r.Ops != 7 || r.Seconds != 1.75 || r.OpsPerS != 4 {
+		t.Errorf("got %+v, %v", r, err)
+	}
+	if err := r.subtract(row{Ops: 1, Seconds: 2}); err == nil {
+		t.Error("a longer run has been subtracted")
+	}
+}

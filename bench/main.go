@@ -47,7 +47,7 @@ func run(args []string) error {
 	)
 	flags.BoolVar(&c.quick, "quick", false, "only what the targets are about, in short rounds")
 	flags.IntVar(&c.rounds, "rounds", 0, "how many `rounds` (5; with -quick 3)")
-	flags.DurationVar(&c.each, "each", 0, "how long each contestant is measured in a round (1s; with -quick 400ms)")
+	flags.DurationVar(&c.each, "each", 0, "how long each contestant is measured in a round (1s; with -quick 500ms)")
 	flags.StringVar(&c.dir, "o", "build/bench", "the `directory` for the results")
 	_ = flags.Parse(args)
 	if flags.NArg() > 0 {
@@ -57,7 +57,7 @@ func run(args []string) error {
 		c.rounds = map[bool]int{false: 5, true: 3}[c.quick]
 	}
 	if c.each == 0 {
-		c.each = map[bool]time.Duration{false: time.Second, true: 400 * time.Millisecond}[c.quick]
+		c.each = map[bool]time.Duration{false: time.Second, true: 500 * time.Millisecond}[c.quick]
 	}
 	var err error
 	if c.only, err = regexp.Compile(*only); err != nil {
