@@ -165,9 +165,7 @@ func (c *config) compete(ctx context.Context, l *lab, g group, quiet *paces) []r
 				break
 			}
 			if err != nil {
-				r := e.row(g)
-				r.Failure = strings.ReplaceAll(err.Error(), "\n", " ")
-				got = []row{r}
+				got = []row{e.row(g).failed(err)}
 				if !errors.Is(err, errNoSpin) {
 					fmt.Fprintf(os.Stderr, "bench: %s, %s, round %d: %v\n", g.row.caseName(), e.name, round, err)
 				}

@@ -48,7 +48,7 @@ var peerSeries = map[string]series{
 	cTCP:     {"C client, TCP", purple, true, draw.TriangleGlyph{}},
 	cRDMA:    {"C client, RDMA", green, false, draw.SquareGlyph{}},
 	writeBW:  {"ib_write_bw: the limit", black, true, draw.CrossGlyph{}},
-	rawOut:   {"raw, to the server", blue, false, draw.CircleGlyph{}},
+	rawOut:   {"raw, to the server", purple, false, draw.CircleGlyph{}},
 	rawIn:    {"raw, from the server", red, false, draw.SquareGlyph{}},
 	edgeReal: {"Valkey", purple, false, draw.SquareGlyph{}},
 }
@@ -70,6 +70,7 @@ func init() {
 type panel struct {
 	*plot.Plot
 	x, y string
+	from float64 // what has a smaller X is left out
 }
 
 func newPanel(title, x, y string) panel {
@@ -84,7 +85,7 @@ func newPanel(title, x, y string) panel {
 	g := plotter.NewGrid()
 	g.Vertical.Color, g.Horizontal.Color = grid, grid
 	p.Add(g)
-	return panel{p, x, y}
+	return panel{p, x, y, 0}
 }
 
 func (p panel) draw(c draw.Canvas) {
@@ -97,11 +98,11 @@ func (p panel) draw(c draw.Canvas) {
 	c.FillText(words, vg.Point{X: c.Min.X, Y: c.Center().Y + room/2}, p.y)
 }
 
-// add draws a series into a panel. NaNs are left out.
+// add draws a series into a panel. NaNs are left out, and what the panel leaves out.
 func (s series) add(p panel, xys plotter.XYs) error {
 	var points plotter.XYs
 	for _, xy := range xys {
-		if !math.IsNaN(xy.Y) && xy.Y > 0 {
+		if !math.IsNaN(xy.Y) && xy.Y > 0 && xy.X >= p.from {
 			points = append(points, xy)
 		}
 	}
@@ -380,7 +381,6 @@ func latencyPlot(rows []row) (*drawing, error) {
 func throughputPlot(rows []row) (*drawing, error) {
 	bytes := func(r *row) float64 { return r.BytesPS / 1e6 }
 	d := &drawing{w: 11 * vg.Inch, h: 4.6 * vg.Inch, legendAt: 165}
-	megabytesLabel := func(v float64) string { return fmt.Sprintf("%.3g", v) }
 	streams := newPanel("Streams to and from the lean server", "size of the messages (bytes)", "MB/s")
 	limit := bySize(rows, row{Workload: "stream", Peer: writeBW}, bytes)
 	reached := make(map[string]float64)
@@ -399,6 +399,7 @@ func throughputPlot(rows []row) (*drawing, error) {
 	panels := []panel{streams}
 	for _, workload := range []string{"get", "set"} {
 		p := newPanel(strings.ToUpper(workload)+", one caller", "size of the value (bytes)", "MB/s")
+		p.from = 1 << 10
 		if err := peerSeries[writeBW].add(p, limit); err != nil {
 			return nil, err
 		}
@@ -417,15 +418,18 @@ func throughputPlot(rows []row) (*drawing, error) {
 	if points < 4 {
 		return nil, nil
 	}
+	most := 0.0
+	for _, p := range panels {
+		most = max(most, p.Y.Max)
+	}
 	for i, p := range panels {
-		p.X.Min, p.X.Max = 16, 16<<20
+		p.X.Min, p.X.Max = 1<<10, 16<<20
 		if i == 0 {
 			p.X.Min, p.X.Max = 64, 1<<20
 		}
 		logarithmic(&p.X, sizeTicks{})
-		logarithmic(&p.Y, decades{megabytesLabel})
+		p.Y.Min, p.Y.Max = 0, most*1.05
 	}
-	widen(panels...)
 	d.panels = [][]panel{panels}
 	d.title = []string{
 		fmt.Sprintf("Throughput by size: at 64 KiB, streams reach %.0f %% (to the server) and %.0f %% (from it) of ib_write_bw",

@@ -48,6 +48,14 @@ func (r *row) setTiming(t timing) {
 	r.setLatencies(t.Sorted)
 }
 
+// failed is a row of something that could not be measured.
+func (r row) failed(err error) row {
+	nan := math.NaN()
+	r.Seconds, r.OpsPerS, r.BytesPS, r.P50, r.P99, r.P999, r.Max, r.CPUPerOp = nan, nan, nan, nan, nan, nan, nan, nan
+	r.Failure = strings.Join(strings.Fields(err.Error()), " ")
+	return r
+}
+
 func (r *row) setLatencies(sorted []int64) {
 	r.P50, r.P99, r.P999 = math.NaN(), math.NaN(), math.NaN()
 	r.Max = math.NaN()
@@ -204,10 +212,17 @@ func readCSV(r io.Reader) ([]row, error) {
 	return rows, nil
 }
 
+// benchstatKeys are what of the environment benchstat is told. It makes a table of its own of what differs in any of it, so
+// that what differs in every run is for people only.
+var benchstatKeys = []string{"goos", "goarch", "pkg", "kernel", "device", "lab"}
+
 // writeBenchmarks writes rows as Go benchmarks do, for benchstat: "benchstat -col /peer results.txt".
 func writeBenchmarks(w io.Writer, environment [][2]string, procs int, rows []row) error {
 	var b strings.Builder
 	for _, e := range environment {
+		if !slices.Contains(benchstatKeys, e[0]) {
+			b.WriteString("# ")
+		}
 		fmt.Fprintf(&b, "%s: %s\n", e[0], e[1])
 	}
 	for i := range rows {

@@ -67,10 +67,10 @@ func TestNames(t *testing.T) {
 
 func TestBenchmarks(t *testing.T) {
 	var b bytes.Buffer
-	if err := writeBenchmarks(&b, [][2]string{{"goos", "linux"}}, 2, someRows()[:1]); err != nil {
+	if err := writeBenchmarks(&b, [][2]string{{"goos", "linux"}, {"date", "today"}}, 2, someRows()[:1]); err != nil {
 		t.Fatal(err)
 	}
-	want := "goos: linux\nBenchmarkGet/size=64KiB/callers=1/peer=go-tcp-2\t100\t5e+06 ns/op\t1.31072e+07 B/s\t4e+06 p50-ns\t" +
+	want := "goos: linux\n# date: today\nBenchmarkGet/size=64KiB/callers=1/peer=go-tcp-2\t100\t5e+06 ns/op\t1.31072e+07 B/s\t4e+06 p50-ns\t" +
 		"5e+06 p99-ns\t6e+06 p99.9-ns\t1e+06 cpu-ns/op\n"
 	if b.String() != want {
 		t.Errorf("got\n%s\nwant\n%s", b.String(), want)
