@@ -52,8 +52,8 @@ func (c *cClient) close() { c.server.stop() }
 // cGuess is how many commands a second valkey-benchmark may be expected to do in a virtual machine. It says only how
 // many to order in the first measurement.
 func cGuess(w work) float64 {
-	once := 250*time.Microsecond + time.Duration(float64(w.size)/60e6*1e9)
-	return float64(time.Second) / float64(once) * math.Sqrt(float64(max(w.conns, 1))) * math.Sqrt(float64(max(w.pipeline, 1)))
+	once := 300*time.Microsecond + time.Duration(float64(w.size)/60e6*1e9)
+	return float64(time.Second) / float64(once) * min(float64(max(w.conns, 1)), 2) * math.Sqrt(float64(max(w.pipeline, 1)))
 }
 
 func (c *cClient) measure(d time.Duration) ([]row, error) {

@@ -20,6 +20,18 @@ type edgeStudy struct {
 	at   int // bytes that have gone since the connection was made
 }
 
+// Classes of operations. At the first edge a connection may have something to do that it has to do only once.
+const (
+	firstEdge = "first-edge"
+	laterEdge = "edge"
+	elsewhere = "elsewhere"
+)
+
+// samples are the times of operations, in nanoseconds, by class.
+type samples map[string][]int64
+
+func (s samples) add(class string, d time.Duration) { s[class] = append(s[class], int64(d)) }
+
 const (
 	edgeRun  = 16 // operations timed around each edge
 	edgeSkip = 4  // operations before them that are not timed: they find all as the filling has left it
@@ -47,54 +59,61 @@ func (e *edgeStudy) fill() int {
 
 // run times operations for d. do moves that many bytes in the direction under study, and returns when they have been answered;
 // where it cannot move exactly as many, it says how many it has moved. It can for operations of e.size.
-func (e *edgeStudy) run(d time.Duration, do func(n int) (int, error)) (edge, elsewhere []int64, err error) {
+func (e *edgeStudy) run(d time.Duration, do func(n int) (int, error)) (samples, error) {
+	took := make(samples)
 	end := time.Now().Add(d)
-	for time.Now().Before(end) || len(edge) < 2 {
+	for time.Now().Before(end) || len(took[laterEdge]) < 2 {
 		skip := 0
 		if n := e.fill(); n > 0 {
 			moved, err := do(n)
 			if err != nil {
-				return nil, nil, err
+				return nil, err
 			}
 			e.at += moved
 			skip = edgeSkip
 		}
 		for i := range skip + edgeRun {
-			crosses := e.crosses(e.size)
+			class := elsewhere
+			if e.crosses(e.size) {
+				class = laterEdge
+				if e.at < e.window {
+					class = firstEdge
+				}
+			}
 			start := time.Now()
 			if _, err := do(e.size); err != nil {
-				return nil, nil, err
+				return nil, err
 			}
-			took := int64(time.Since(start))
+			if i >= skip || class != elsewhere {
+				took.add(class, time.Since(start))
+			}
 			e.at += e.size
-			switch {
-			case crosses:
-				edge = append(edge, took)
-			case i >= skip:
-				elsewhere = append(elsewhere, took)
-			}
 		}
 	}
-	return edge, elsewhere, nil
+	return took, nil
 }
 
-// rows makes one row for the operations at the edge and one for the others. Slow is what took more than ten times the median
-// of all.
-func (e *edgeStudy) rows(r row, edge, elsewhere []int64, d time.Duration) []row {
-	all := slices.Sorted(slices.Values(append(slices.Clone(edge), elsewhere...)))
+// rows makes a row for each class of operations. Slow is what took more than ten times the median of all.
+func (e *edgeStudy) rows(r row, took samples, d time.Duration) []row {
+	var all []int64
+	for _, s := range took {
+		all = append(all, s...)
+	}
+	slices.Sort(all)
 	limit := 10 * percentile(all, 50)
 	var rows []row
-	for _, class := range []struct {
-		name    string
-		samples []int64
-	}{{"edge", edge}, {"elsewhere", elsewhere}} {
+	for _, class := range []string{elsewhere, laterEdge, firstEdge} {
+		s := took[class]
+		if len(s) == 0 {
+			continue
+		}
 		x := r
-		x.Class, x.Ops, x.Seconds = class.name, len(class.samples), d.Seconds()
+		x.Class, x.Ops, x.Seconds = class, len(s), d.Seconds()
 		x.OpsPerS, x.BytesPS, x.CPUPerOp = math.NaN(), math.NaN(), math.NaN()
-		slices.Sort(class.samples)
-		x.setLatencies(class.samples)
-		for _, s := range class.samples {
-			if s > limit {
+		slices.Sort(s)
+		x.setLatencies(s)
+		for _, t := range s {
+			if t > limit {
 				x.Slow++
 			}
 		}
@@ -113,7 +132,7 @@ func edges(out bool) func(*leanClient, time.Duration) ([]row, error) {
 		if on != c { // a new connection, with windows that begin at its first byte
 			e, on = &edgeStudy{window: c.row.Window, size: c.row.Size}, c
 		}
-		edge, elsewhere, err := e.run(d, func(n int) (int, error) {
+		took, err := e.run(d, func(n int) (int, error) {
 			if out {
 				return n, c.call(n, 64, 64)
 			}
@@ -122,7 +141,7 @@ func edges(out bool) func(*leanClient, time.Duration) ([]row, error) {
 		if err != nil {
 			return nil, err
 		}
-		return e.rows(c.row, edge, elsewhere, d), nil
+		return e.rows(c.row, took, d), nil
 	}
 }
 
@@ -168,7 +187,7 @@ func (e *edgeValkey) measure(d time.Duration) ([]row, error) {
 	if moved != e.study.size {
 		return nil, fmt.Errorf("there is no SET of %d bytes", e.study.size)
 	}
-	edge, elsewhere, err := e.study.run(d, func(n int) (int, error) {
+	took, err := e.study.run(d, func(n int) (int, error) {
 		if e.out {
 			request, moved := request, moved
 			if n != e.study.size {
@@ -182,7 +201,7 @@ func (e *edgeValkey) measure(d time.Duration) ([]row, error) {
 	if err != nil {
 		return nil, err
 	}
-	return e.study.rows(e.row, edge, elsewhere, d), nil
+	return e.study.rows(e.row, took, d), nil
 }
 
 // setOfSize returns a SET that has n bytes on the wire, or one fewer where none has n.

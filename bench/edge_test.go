@@ -1,6 +1,7 @@
 package main
 
 import (
+	"slices"
 	"testing"
 	"time"
 )
@@ -33,7 +34,7 @@ func TestEdgeStudy(t *testing.T) {
 		for _, size := range []int{1055, 4127} {
 			e := edgeStudy{window: window, size: size}
 			sum, ops := 0, 0
-			edge, elsewhere, err := e.run(time.Millisecond, func(n int) (int, error) {
+			took, err := e.run(time.Millisecond, func(n int) (int, error) {
 				if sum != e.at {
 					t.Fatalf("%d bytes have gone, the study says %d", sum, e.at)
 				}
@@ -48,13 +49,17 @@ func TestEdgeStudy(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
+			edge := slices.Concat(took[firstEdge], took[laterEdge])
+			if len(took[firstEdge]) != 1 {
+				t.Errorf("window %d, size %d: %d operations at the first edge", window, size, len(took[firstEdge]))
+			}
 			if want := sum / window; len(edge) < want-1 || len(edge) > want+1 {
 				t.Errorf("window %d, size %d: %d operations at edges, %d windows", window, size, len(edge), want)
 			}
-			if len(elsewhere) < 10*len(edge) {
-				t.Errorf("window %d, size %d: %d operations at edges, %d elsewhere", window, size, len(edge), len(elsewhere))
+			if len(took[elsewhere]) < 10*len(edge) {
+				t.Errorf("window %d, size %d: %d operations at edges, %d elsewhere", window, size, len(edge), len(took[elsewhere]))
 			}
-			if len(edge)+len(elsewhere) > ops {
+			if len(edge)+len(took[elsewhere]) > ops {
 				t.Errorf("window %d, size %d: more samples than operations", window, size)
 			}
 		}
@@ -83,19 +88,19 @@ func TestOfSize(t *testing.T) {
 
 func TestEdgeRows(t *testing.T) {
 	e := edgeStudy{}
-	elsewhere := make([]int64, 100)
-	for i := range elsewhere {
-		elsewhere[i] = 10
+	most := make([]int64, 100)
+	for i := range most {
+		most[i] = 10
 	}
-	elsewhere[5] = 101
-	rows := e.rows(row{Workload: "edge-out"}, []int64{20, 100, 1000}, elsewhere, time.Second)
-	if len(rows) != 2 || rows[0].Class != "edge" || rows[1].Class != "elsewhere" {
+	most[5] = 101
+	rows := e.rows(row{Workload: "edge-out"}, samples{laterEdge: {20, 100, 1000}, elsewhere: most}, time.Second)
+	if len(rows) != 2 || rows[0].Class != elsewhere || rows[1].Class != laterEdge {
 		t.Fatalf("got %+v", rows)
 	}
-	if rows[0].Slow != 1 || rows[0].Ops != 3 || rows[0].P50 != 100 || rows[0].Max != 1000 {
-		t.Errorf("edge: %+v", rows[0])
+	if rows[1].Slow != 1 || rows[1].Ops != 3 || rows[1].P50 != 100 || rows[1].Max != 1000 {
+		t.Errorf("edge: %+v", rows[1])
 	}
-	if rows[1].Slow != 1 || rows[1].Ops != 100 || rows[1].P50 != 10 {
-		t.Errorf("elsewhere: %+v", rows[1])
+	if rows[0].Slow != 1 || rows[0].Ops != 100 || rows[0].P50 != 10 {
+		t.Errorf("elsewhere: %+v", rows[0])
 	}
 }

@@ -450,8 +450,9 @@ func edgePlot(rows []row) (*drawing, error) {
 		name, label string
 		shape       draw.GlyphDrawer
 	}{
-		{"elsewhere", "does not", draw.CircleGlyph{}},
-		{"edge", "crosses a window edge", draw.PyramidGlyph{}},
+		{elsewhere, "across none", draw.CircleGlyph{}},
+		{laterEdge, "operation across a window edge", draw.PyramidGlyph{}},
+		{firstEdge, "across the first edge", draw.BoxGlyph{}},
 	}
 	d := &drawing{w: 11 * vg.Inch, h: 5 * vg.Inch, legendAt: 190}
 	var panels []panel
@@ -478,7 +479,7 @@ func edgePlot(rows []row) (*drawing, error) {
 						continue
 					}
 					points++
-					x := float64(w) + (float64(k)-1)*0.26 + (float64(i)-0.5)*0.11
+					x := float64(w) + (float64(k)-1)*0.29 + (float64(i)-1)*0.08
 					bar, err := plotter.NewLine(plotter.XYs{{X: x, Y: mid}, {X: x, Y: max(high, mid)}})
 					if err != nil {
 						return nil, err
@@ -496,9 +497,9 @@ func edgePlot(rows []row) (*drawing, error) {
 					top.GlyphStyle = draw.GlyphStyle{Color: kind.color, Radius: 2, Shape: draw.PlusGlyph{}}
 					p.Add(bar, dot, top)
 				}
-				edge := row{Workload: direction.workload, Size: size, Window: window, Buffers: kind.buffers, Class: "edge", Peer: kind.peer}
+				edge := row{Workload: direction.workload, Size: size, Window: window, Buffers: kind.buffers, Class: laterEdge, Peer: kind.peer}
 				other := edge
-				other.Class = "elsewhere"
+				other.Class = elsewhere
 				change[direction.workload] = append(change[direction.workload], ratios(byRound(rows, edge.name(), p50), byRound(rows, other.name(), p50))...)
 			}
 		}
@@ -522,7 +523,7 @@ func edgePlot(rows []row) (*drawing, error) {
 		{"1 receive buffer, Valkey", red, false, draw.CircleGlyph{}},
 		{"2 receive buffers, Valkey", purple, false, draw.CircleGlyph{}},
 	}
-	for _, class := range []int{1, 0} {
+	for _, class := range []int{1, 2, 0} {
 		d.legend = append(d.legend, series{classes[class].label, black, false, classes[class].shape})
 	}
 	d.title = []string{

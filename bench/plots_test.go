@@ -25,7 +25,7 @@ func made() []row {
 					rows = append(rows, r)
 					continue
 				}
-				for _, class := range []string{"edge", "elsewhere"} {
+				for _, class := range []string{laterEdge, elsewhere, firstEdge} {
 					r.Class, r.P50 = class, r.P50*0.8
 					rows = append(rows, r)
 				}

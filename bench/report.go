@@ -61,7 +61,8 @@ func reportText(environment [][2]string, rows []row) string {
 		fmt.Fprintf(&b, "  %-8s %s\n", e[0], e[1])
 	}
 	b.WriteString("\nMedians over the rounds. The last column compares the rate with that of the first contestant: the median of the\n" +
-		"ratios within each round, with the smallest and the largest.\n")
+		"ratios within each round, with the smallest and the largest. Ops are those of a round; of fewer than 1000, the 99.9th\n" +
+		"percentile is the slowest.\n")
 	for start := 0; start < len(rows); {
 		end := start
 		for end < len(rows) && rows[end].caseName() == rows[start].caseName() {
@@ -78,7 +79,7 @@ func reportText(environment [][2]string, rows []row) string {
 }
 
 func caseTable(rows []row) string {
-	t := table{{"contestant", "rate/s", "MB/s", "p50", "p99", "p99.9", "max", "CPU/op", "rate against the first"}}
+	t := table{{"contestant", "ops", "rate/s", "MB/s", "p50", "p99", "p99.9", "max", "CPU/op", "rate against the first"}}
 	seen := make(map[string]bool)
 	first := ""
 	for i := range rows {
@@ -103,7 +104,7 @@ func caseTable(rows []row) string {
 		}
 		label := strings.TrimPrefix(name, rows[i].caseName()+"/")
 		label = strings.TrimPrefix(label, "peer=")
-		line := []string{label, count(over(rate)), megabytes(over(func(r *row) float64 { return r.BytesPS })), clock(over(p50)),
+		line := []string{label, count(over(func(r *row) float64 { return float64(r.Ops) })), count(over(rate)), megabytes(over(func(r *row) float64 { return r.BytesPS })), clock(over(p50)),
 			clock(over(func(r *row) float64 { return r.P99 })), clock(over(func(r *row) float64 { return r.P999 })),
 			clock(over(func(r *row) float64 { return r.Max })), clock(over(func(r *row) float64 { return r.CPUPerOp })), against}
 		if failed, why := failures(rows, name); failed > 0 {

@@ -21,7 +21,7 @@ type row struct {
 	Pipeline int    // commands sent before the first reply is awaited
 	Window   int    // bytes of the receive window under study
 	Buffers  int    // that many of them take turns
-	Class    string // of operations: "edge" crosses from one window to the next, "elsewhere" does not
+	Class    string // of operations, see edgeStudy
 	Peer     string
 	Round    int
 

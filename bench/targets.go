@@ -59,19 +59,23 @@ func judgeEdges(rows []row, workload, text string) verdict {
 	slow, ops := make(map[string]int), make(map[string]int)
 	for i := range rows {
 		if r := &rows[i]; r.Workload == workload && r.Peer == rawRDMA {
-			slow[r.Class] += r.Slow
-			ops[r.Class] += r.Ops
+			class := r.Class
+			if class == firstEdge {
+				class = laterEdge
+			}
+			slow[class] += r.Slow
+			ops[class] += r.Ops
 		}
 	}
-	if ops["edge"] == 0 || ops["elsewhere"] == 0 {
+	if ops[laterEdge] == 0 || ops[elsewhere] == 0 {
 		return v
 	}
 	share := func(class string) float64 { return float64(slow[class]) / float64(ops[class]) }
-	v.measured = fmt.Sprintf("%d of %d (%.2f %%), elsewhere %d of %d (%.2f %%)", slow["edge"], ops["edge"], 100*share("edge"),
-		slow["elsewhere"], ops["elsewhere"], 100*share("elsewhere"))
-	p := binomialTail(slow["edge"], ops["edge"], share("elsewhere"))
+	v.measured = fmt.Sprintf("%d of %d (%.2f %%), elsewhere %d of %d (%.2f %%)", slow[laterEdge], ops[laterEdge], 100*share(laterEdge),
+		slow[elsewhere], ops[elsewhere], 100*share(elsewhere))
+	p := binomialTail(slow[laterEdge], ops[laterEdge], share(elsewhere))
 	switch {
-	case share("edge") <= share("elsewhere"):
+	case share(laterEdge) <= share(elsewhere):
 		v.reached = "reached"
 	case p >= chance:
 		v.reached = fmt.Sprintf("reached (a difference by chance: p = %.2f)", p)
