@@ -5,6 +5,7 @@ go 1.25.0
 require (
 	github.com/valkey-io/valkey-go v1.0.79
 	github.com/valkeyrdma/valkeyrdma v0.0.0
+	gonum.org/v1/plot v0.17.0
 )
 
 require (
@@ -15,12 +16,8 @@ require (
 	github.com/ajstarks/svgo v0.0.0-20211024235047-1546f124cd8b // indirect
 	github.com/golang/freetype v0.0.0-20170609003504-e2365dfdc4a0 // indirect
 	golang.org/x/image v0.30.0 // indirect
-	golang.org/x/text v0.41.0 // indirect
-)
-
-require (
 	golang.org/x/sys v0.47.0 // indirect
-	gonum.org/v1/plot v0.17.0
+	golang.org/x/text v0.41.0 // indirect
 )
 
 replace github.com/valkeyrdma/valkeyrdma => ../
