@@ -9,6 +9,8 @@ package valkeyrdma
 #cgo nocallback vr_write
 #cgo noescape vr_pump
 #cgo nocallback vr_pump
+#cgo noescape vr_tend
+#cgo nocallback vr_tend
 #cgo noescape vr_flushed
 #cgo nocallback vr_flushed
 #include <stdlib.h>
@@ -26,6 +28,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"runtime"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -41,6 +44,8 @@ type options struct {
 	recvDepth uint32 // receives kept posted
 	sendDepth uint32 // send queue slots
 	probe     time.Duration
+	spin      time.Duration // 0: not at all
+	spinners  int
 }
 
 const (
@@ -70,6 +75,10 @@ type conn struct {
 	file          *os.File // the epoll descriptor, in Go's poller
 	local, remote Addr
 	closed        atomic.Bool
+	tended        bool // guarded by tended
+	polled        bool // guarded by polling
+	pollAgain     bool
+	spin          time.Duration
 	life          sync.RWMutex // held for writing while c goes, and for reading by calls under neither r.mu nor w.mu
 	r, w          side
 }
@@ -154,6 +163,9 @@ func (c *conn) pump(raw syscall.RawConn, probe time.Duration) {
 		for {
 			res := C.vr_pump(c.c)
 			c.signal(res.wake)
+			if res.wake&C.VR_UNARMED != 0 {
+				tended.add(c)
+			}
 			if res.n == 0 {
 				return false
 			}
@@ -189,8 +201,11 @@ func (c *conn) Read(b []byte) (int, error) {
 		if len(b) == 0 {
 			return 0, nil
 		}
-		res := C.vr_read(c.c, unsafe.Pointer(unsafe.SliceData(b)), C.size_t(len(b)), 0)
+		res := C.vr_read(c.c, unsafe.Pointer(unsafe.SliceData(b)), C.size_t(len(b)))
 		c.signal(res.wake &^ C.VR_WAKE_READER)
+		if res.wake&C.VR_YIELD != 0 {
+			runtime.Gosched()
+		}
 		switch {
 		case res.n > 0:
 			return int(res.n), nil
@@ -200,6 +215,9 @@ func (c *conn) Read(b []byte) (int, error) {
 			return 0, c.opError("read", c.failure(syscall.Errno(-res.n)))
 		}
 		if res.wake&C.VR_WAKE_READER == 0 {
+			if res.wake&C.VR_POLL != 0 {
+				polling.add(c)
+			}
 			c.r.park()
 		}
 	}
@@ -229,7 +247,7 @@ func (c *conn) write(p unsafe.Pointer, size int) (int, error) {
 		}
 		// In pieces, so that a large Write over a fast link sees its deadline, and Close, in time.
 		piece := min(size-done, maxPerCall)
-		res := C.vr_write(c.c, unsafe.Add(p, done), C.size_t(piece), 0)
+		res := C.vr_write(c.c, unsafe.Add(p, done), C.size_t(piece))
 		c.signal(res.wake &^ C.VR_WAKE_WRITER)
 		switch {
 		case res.n > 0:
@@ -281,6 +299,8 @@ func (c *conn) Close() error {
 	defer c.w.mu.Unlock()
 	c.life.Lock()
 	defer c.life.Unlock()
+	tended.remove(c)
+	polling.remove(c)
 	C.vr_destroy(c.c)
 	c.c = nil
 	return nil
@@ -354,7 +374,7 @@ func (c *conn) Stats() Stats {
 		BytesReceived: uint64(s.rx_bytes), BytesSent: uint64(s.tx_bytes),
 		MessagesReceived: uint64(s.rx_messages), MessagesSent: uint64(s.tx_messages),
 		WindowsReceived: uint64(s.tx_windows), WindowsSent: uint64(s.rx_windows),
-		Fences: uint64(s.fences), CreditWaits: uint64(s.credit_waits), WindowWaits: uint64(s.window_waits),
+		Fences: uint64(s.fences), CreditWaits: uint64(s.credit_waits), WindowWaits: uint64(s.window_waits), Spins: uint64(s.spins), Sleeps: uint64(s.parks),
 		Unread: int(s.rx_unread), Unsent: int(s.tx_unposted), Credits: int(s.credits), SendsQueued: int(s.sq_used),
 		LockedBytes: uint64(s.pinned), ServerWindow: int(s.tx_window),
 		ReceiveDepth: int(s.recv_depth), SendDepth: int(s.send_depth), InlineMax: int(s.inline_max),
@@ -479,8 +499,8 @@ var loadLibraries = sync.OnceValue(func() error {
 })
 
 // dialAddr connects to one address. local may be the zero AddrPort.
-func dialAddr(ctx context.Context, remote, local netip.AddrPort, window uint32, keepAlive time.Duration) (net.Conn, error) {
-	c, err := dialSized(ctx, remote, local, options{window, txStaging, recvDepth, sendDepth, probeInterval(keepAlive)})
+func dialAddr(ctx context.Context, remote, local netip.AddrPort, window uint32, spin, keepAlive time.Duration) (net.Conn, error) {
+	c, err := dialSized(ctx, remote, local, options{window, txStaging, recvDepth, sendDepth, probeInterval(keepAlive), spin, maxSpinners()})
 	if err != nil {
 		return nil, err // and not a nil *conn in a net.Conn
 	}
@@ -532,8 +552,10 @@ func dialOnce(ctx context.Context, remote, local netip.AddrPort, o options) (*co
 		recv_depth: C.uint32_t(o.recvDepth),
 		send_depth: C.uint32_t(o.sendDepth),
 		resolve_ms: resolveMs,
+		spin_ns:    C.uint32_t(o.spin),
+		spinners:   C.int32_t(o.spinners),
 	}
-	c := new(conn)
+	c := &conn{spin: o.spin}
 	var epfd C.int
 	var fault C.struct_vr_fault
 	if C.vr_dial(&c.c, &epfd, (*C.struct_sockaddr)(unsafe.Pointer(dst)), (*C.struct_sockaddr)(unsafe.Pointer(src)),
@@ -674,3 +696,6 @@ func goAddr(ss *C.struct_sockaddr_storage) Addr {
 	}
 	return Addr{netip.AddrPortFrom(ip, uint16(port[0])<<8|uint16(port[1]))}
 }
+
+// maxSpinners is how many goroutines may spin at a time.
+func maxSpinners() int { return max(1, min(runtime.NumCPU(), runtime.GOMAXPROCS(0))/2) }

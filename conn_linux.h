@@ -33,6 +33,10 @@ struct vr_conn;
 enum {
 	VR_WAKE_READER = 1, /* bytes, end of stream or a fault await the reader */
 	VR_WAKE_WRITER = 2, /* staging space was freed, everything was sent, or a fault awaits the writer */
+	VR_POLL = 16,       /* from vr_read: give the connection to vr_poll, then sleep */
+	VR_POLLED = 32,     /* from vr_poll: done with this connection */
+	VR_YIELD = 8,       /* from vr_read: it has spun a while without a look at other goroutines */
+	VR_UNARMED = 4,     /* from vr_pump: the reader polls from here on, so call vr_tend now and then */
 };
 
 /* What ended a connection or a dial. The first fault of a connection is kept, later ones are its echo. */
@@ -71,6 +75,8 @@ struct vr_options {
 	uint32_t recv_depth; /* receives to keep posted, clamped to the device's limits */
 	uint32_t send_depth; /* send queue depth, clamped to the device's limits */
 	int32_t resolve_ms;  /* limit of address and of route resolution, each, in milliseconds */
+	uint32_t spin_ns;    /* how long a reader or writer polls before it sleeps, at most, in nanoseconds; 0: not at all */
+	int32_t spinners;    /* how many may spin at a time in this process */
 };
 
 struct vr_result {
@@ -88,6 +94,7 @@ struct vr_stats {
 	uint64_t pinned;                   /* bytes of registered memory */
 	uint64_t rx_unread;                /* bytes received that vr_read has not handed over */
 	uint64_t tx_unposted;              /* bytes vr_write took that are not handed to the device yet */
+	uint64_t spins, parks;             /* waits of the reader that ended while it polled, and that put it to sleep */
 	uint32_t credits;                  /* writes the peer's receive queue is known to have room for */
 	uint32_t sq_used;                  /* send queue slots in use */
 	uint32_t tx_window;                /* bytes of the peer's window */
@@ -136,20 +143,33 @@ void vr_addresses(struct vr_conn *c, struct sockaddr_storage *local, struct sock
  * woken; otherwise the connection is broken (every byte that arrived before has been handed over).
  * Looks at the completion queue for up to spin_ns nanoseconds before it gives up.
  */
-struct vr_result vr_read(struct vr_conn *c, void *buf, size_t len, uint32_t spin_ns);
+struct vr_result vr_read(struct vr_conn *c, void *buf, size_t len);
 
 /*
  * Takes bytes for sending: what fits is copied, and posted as far as window, credits and send queue allow;
  * the rest of what was taken is posted as these return. n > 0: bytes taken; -EAGAIN: none, staging is full,
  * wait to be woken; otherwise the connection is broken. len must not be 0.
  */
-struct vr_result vr_write(struct vr_conn *c, const void *buf, size_t len, uint32_t spin_ns);
+struct vr_result vr_write(struct vr_conn *c, const void *buf, size_t len);
 
 /*
  * Serves the descriptors behind epfd: completion events, CM events. n is 1 if it found something to do,
  * 0 if not.
  */
 struct vr_result vr_pump(struct vr_conn *c);
+
+/*
+ * After VR_UNARMED, to be called every few milliseconds until n is 1: if nobody has polled since the last call, it arms the queue,
+ * so that the pump hears of completions again.
+ */
+struct vr_result vr_tend(struct vr_conn *c);
+
+/*
+ * Looks at n connections that vr_read gave a VR_POLL for, until there is something to tell of any, or slice_ns are over. wake gets
+ * VR_WAKE_* and VR_POLLED for each. vr_poller announces the beginning and the end of a series of such calls.
+ */
+bool vr_poll(struct vr_conn *const *conns, uint32_t *wake, size_t n, uint32_t slice_ns, bool give_up);
+void vr_poller(bool begins);
 
 /*
  * If nothing at all has come from the peer since the last call, sends a message that needs no answer: where the peer's host is

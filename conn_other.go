@@ -9,6 +9,6 @@ import (
 	"time"
 )
 
-func dialAddr(context.Context, netip.AddrPort, netip.AddrPort, uint32, time.Duration) (net.Conn, error) {
+func dialAddr(context.Context, netip.AddrPort, netip.AddrPort, uint32, time.Duration, time.Duration) (net.Conn, error) {
 	return nil, ErrUnsupported
 }

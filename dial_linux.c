@@ -335,8 +335,9 @@ static int make_resources(struct vr_conn *c)
 	err = vr_post_receives(c);
 	if (err)
 		return fail_call(c, err, "post receives", 0);
-	if (ibv_req_notify_cq(c->cq, 0))
-		return fail_call(c, errno, "arm completion queue", 0);
+	vr_arm(c);
+	if (vr_faulted(c))
+		return fail_call(c, EIO, "arm completion queue", 0);
 	err = watch(c, c->comp_channel->fd);
 	return err ? fail_call(c, err, "watch completion channel", 0) : 0;
 }
@@ -505,11 +506,13 @@ static uint32_t serve_cm(struct vr_conn *c, bool *did)
 static uint32_t serve_completions(struct vr_conn *c, uint32_t events, bool *did)
 {
 	struct ibv_cq *cq;
+	bool taken = false;
 	void *ctx;
 
 	while (!vr_lib.ibv_get_cq_event(c->comp_channel, &cq, &ctx)) {
 		c->cq_events_unacked++;
 		*did = true;
+		taken = true;
 	}
 	if (events & (EPOLLERR | EPOLLHUP)) {
 		/* The kernel has closed the channel, for ever readable from now on, because the device is gone. */
@@ -522,13 +525,7 @@ static uint32_t serve_completions(struct vr_conn *c, uint32_t events, bool *did)
 		vr_lib.ibv_ack_cq_events(c->cq, c->cq_events_unacked);
 		c->cq_events_unacked = 0;
 	}
-	/*
-	 * Arm first, then look: a completion that arrives in between raises an event. Nobody else consumes events, so
-	 * outside of this function the queue is always armed or an event is waiting for us.
-	 */
-	if (ibv_req_notify_cq(c->cq, 0))
-		vr_set_fault(c, VR_FAULT_SYSTEM, EIO, "arm completion queue", 0, 0);
-	return vr_progress(c);
+	return vr_on_event(c, taken);
 }
 
 struct vr_result vr_pump(struct vr_conn *c)
@@ -570,6 +567,8 @@ int vr_dial(struct vr_conn **out, int *epfd, const struct sockaddr *dst, const s
 	c->opt = *opt;
 	c->state = VR_RESOLVING_ADDR;
 	c->rx_buffers = 1;
+	c->spin_score = 16;
+	c->spin_slice = 100000;
 	pthread_mutex_init(&c->cq_lock, NULL);
 	pthread_mutex_init(&c->sq_lock, NULL);
 

@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"runtime"
 	"time"
 )
 
@@ -53,6 +54,14 @@ type Dialer struct {
 	// ReceiveWindow is the size in bytes of the buffer the server writes into, one per connection and a second one once
 	// the first has filled up. 64 KiB to 16 MiB, a multiple of 64 KiB; 0 means 1 MiB. All of it is locked memory.
 	ReceiveWindow int
+
+	// Spin is how long a Read that waits looks at the completion queue, at most, before it goes to sleep; a Write that waits for
+	// room does so for up to 2 ms of it. Waking a goroutine takes longer than most answers take to come, but looking takes a
+	// processor. 0 means 5 ms, negative never, and more than 20 ms is taken for 20 ms. Reads look for a small multiple of
+	// the usual waiting time only, and not at all while that was in vain, while many requests are in flight on the
+	// connection, or where the program has a single processor; and no more than half of the processors
+	// look at any time: see docs/performance.md.
+	Spin time.Duration
 }
 
 // DialCtxFn connects to dst over RDMA. It has the type of valkey.ClientOption.DialCtxFn:
@@ -98,7 +107,7 @@ func (dl *Dialer) DialCtxFn(ctx context.Context, dst string, d *net.Dialer, cfg 
 		return nil, dialError(d.LocalAddr, dst, err)
 	}
 	return dialInTurn(ctx, addrs, func(ctx context.Context, addr netip.AddrPort) (net.Conn, error) {
-		conn, err := dialAddr(ctx, addr, local, window, d.KeepAlive)
+		conn, err := dialAddr(ctx, addr, local, window, dl.spin(), d.KeepAlive)
 		if err != nil {
 			return nil, &net.OpError{Op: "dial", Net: network, Source: d.LocalAddr, Addr: Addr{addr}, Err: err}
 		}
@@ -131,6 +140,18 @@ func dialInTurn(ctx context.Context, addrs []netip.AddrPort,
 	}
 	return nil, first
 }
+
+func (dl *Dialer) spin() time.Duration {
+	switch {
+	case dl.Spin < 0 || min(runtime.NumCPU(), runtime.GOMAXPROCS(0)) == 1:
+		return 0
+	case dl.Spin == 0:
+		return 5 * time.Millisecond
+	default:
+		return min(dl.Spin, 20*time.Millisecond)
+	}
+}
+
 
 func (dl *Dialer) receiveWindow() (uint32, error) {
 	const unit, least, most = 64 << 10, 64 << 10, 16 << 20
@@ -300,6 +321,8 @@ type Stats struct {
 	Fences      uint64 // credit fences the server answered
 	CreditWaits uint64 // times that bytes had to wait because the server's receive queue might have been full
 	WindowWaits uint64 // times that bytes had to wait for a new window of the server
+	Spins       uint64 // Reads whose wait ended while they looked at the completion queue: see Dialer.Spin
+	Sleeps      uint64 // Reads that went to sleep
 
 	Unread      int // bytes received that Read has not handed over
 	Unsent      int // bytes Write took that are not handed to the device yet

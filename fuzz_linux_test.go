@@ -24,7 +24,7 @@ import (
 // "make fuzz" lets these run for as long as one likes (scripts/fuzz); under "go test" they run what they start from.
 
 // fuzzOptions are small, so that every edge is met after few bytes.
-var fuzzOptions = options{64 << 10, 4096, 64, 64, 0}
+var fuzzOptions = options{window: 64 << 10, staging: 4096, recvDepth: 64, sendDepth: 64}
 
 // kept is a testing.TB for what outlives one input of a fuzz target: servers, and connections that still work.
 type kept struct {

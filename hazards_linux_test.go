@@ -30,7 +30,7 @@ import (
 // Each hazard of the protocol has a test of its name. "make guards" shows that each fails when its guard is taken out:
 // scripts/guards has the list.
 
-var defaults = options{1 << 20, txStaging, recvDepth, sendDepth, 0}
+var defaults = options{window: 1 << 20, staging: txStaging, recvDepth: recvDepth, sendDepth: sendDepth, spin: new(Dialer).spin(), spinners: maxSpinners()}
 
 // fake starts a server that misbehaves on order.
 func fake(t testing.TB, opt rdmatest.Options) *rdmatest.Server {
@@ -293,7 +293,7 @@ func TestH04ToH07Windows(t *testing.T) {
 		{"16 MiB", rdmatest.Options{Window: 16 << 20}, defaults, 33 << 20},
 		{"changing", rdmatest.Options{NextWindow: func(n int) int { return 1000 + n*7919 }}, defaults, 5 << 20},
 		{"tiny", rdmatest.Options{NextWindow: func(int) int { return 1 + small.IntN(300) }}, defaults, 40 << 10},
-		{"small staging, small windows of ours", rdmatest.Options{}, options{64 << 10, 4096, 64, 64, 0}, 3 << 20},
+		{"small staging, small windows of ours", rdmatest.Options{}, options{window: 64 << 10, staging: 4096, recvDepth: 64, sendDepth: 64}, 3 << 20},
 		{"window of one staging", rdmatest.Options{Window: txStaging}, defaults, 3 << 20},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -391,7 +391,8 @@ func TestH07OneBuffer(t *testing.T) {
 // the server's receives run out, so everything is sent more than once, from staging.
 func TestH08H09SendAccounting(t *testing.T) {
 	w := watchdog(t, 2*time.Minute)
-	for _, o := range []options{defaults, {1 << 20, 4096, 256, 32, 0}, {1 << 20, 64 << 10, 256, 64, 0}} {
+	for _, o := range []options{defaults, {window: 1 << 20, staging: 4096, recvDepth: 256, sendDepth: 32},
+		{window: 1 << 20, staging: 64 << 10, recvDepth: 256, sendDepth: 64}} {
 		c, p := pair(t, w, fake(t, rdmatest.Options{Receives: 8, RNRTimer: 12}), o)
 		data := pattern(600_000)
 		var wg sync.WaitGroup
@@ -499,7 +500,7 @@ func TestH12Teardown(t *testing.T) {
 	watchdog(t, 5*time.Minute)
 	s := fake(t, rdmatest.Options{Window: 64 << 10, Receives: 64, Sends: 64})
 	addr := netip.MustParseAddrPort(s.Addr())
-	o := options{64 << 10, 16 << 10, 64, 64, 0}
+	o := options{window: 64 << 10, staging: 16 << 10, recvDepth: 64, sendDepth: 64}
 	round := func() {
 		accepted := make(chan *rdmatest.Peer, 1)
 		go func() {

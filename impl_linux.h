@@ -159,6 +159,24 @@ struct vr_conn {
 	bool flushed; /* requests were flushed */
 	uint64_t rx_messages;
 
+	/* Who hears of the next completion: the pump while the queue is armed, else whoever polls. See vr_pump. */
+	bool armed;      /* an event will come, or waits to be taken */
+	_Atomic bool rd_waiting; /* the reader, or the writer, sleeps until it is woken */
+	_Atomic bool wr_waiting;
+	uint64_t drains, drains_before; /* at the last vr_tend */
+
+	/* The reader's spinning. */
+	_Atomic bool rd_hot; /* its last wait ended while it spun */
+	uint32_t spin_score, spin_skip, spin_backoff;
+	uint64_t spin_wait, spin_sleep; /* averages, in nanoseconds */
+	_Atomic uint32_t writes;
+	uint32_t writes_seen, pipelining;
+	uint64_t spin_began, spin_until, spin_slice, yielded_at;
+	_Atomic uint64_t slept_at, polled_at;
+	_Atomic bool polled;         /* the poller looks in its stead */
+	_Atomic bool poll_expired;   /* the poller has put the reader to sleep */
+	uint64_t spins, parks;
+
 	/* The peer's newest window, written under cq_lock. */
 	uint64_t peer_addr;
 	uint32_t peer_rkey, peer_length;
@@ -203,6 +221,9 @@ void vr_hang_up(struct vr_conn *c);
 
 /* Takes what is in the completion queue and posts what became possible; returns VR_WAKE_*. */
 uint32_t vr_progress(struct vr_conn *c);
+/* The same, and arms the queue, so that the pump hears of what comes later. */
+uint32_t vr_arm(struct vr_conn *c);
+uint32_t vr_on_event(struct vr_conn *c, bool taken);
 uint32_t vr_finish(struct vr_conn *c, uint32_t wake);
 
 /* What a connection opens with: all receives posted; the exchange of features and the first window's announcement. */
