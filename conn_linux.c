@@ -17,11 +17,7 @@
 #include <arpa/inet.h>
 #include <endian.h>
 #include <errno.h>
-#include <sched.h>
 #include <string.h>
-#include <stdlib.h>
-static uint64_t knob(const char *n, uint64_t d){const char*v=getenv(n);return v?strtoull(v,0,10):d;}
-#include <time.h>
 
 static uint64_t min64(uint64_t a, uint64_t b)
 {
@@ -70,22 +66,20 @@ static void put64(uint8_t *p, uint64_t v)
 	memcpy(p, &v, sizeof(v));
 }
 
-static uint64_t now_ns(void)
-{
-	struct timespec t;
-
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
-}
-
-static bool broken(struct vr_conn *c)
+bool vr_broken(struct vr_conn *c)
 {
 	return vr_faulted(c) || atomic_load(&c->peer_closed) || atomic_load(&c->closed);
 }
 
-static bool unposted(struct vr_conn *c)
+bool vr_unposted(struct vr_conn *c)
 {
-	return atomic_load(&c->tx_staged) != atomic_load(&c->tx_posted);
+	return atomic_load(&c->tx_staged) != atomic_load(&c->tx_posted) ||
+	       (atomic_load(&c->tx_unannounced) && !atomic_load(&c->tx_more));
+}
+
+uint64_t vr_unread(struct vr_conn *c)
+{
+	return atomic_load(&c->rx_received) - atomic_load(&c->rx_read);
 }
 
 /* Receives. */
@@ -326,7 +320,7 @@ static uint32_t on_completion(struct vr_conn *c, const struct ibv_wc *wc)
 	}
 }
 
-static uint32_t drain(struct vr_conn *c)
+uint32_t vr_drain(struct vr_conn *c)
 {
 	struct ibv_wc wc[VR_POLL_BATCH];
 	uint32_t wake = 0;
@@ -344,87 +338,6 @@ static uint32_t drain(struct vr_conn *c)
 	if (c->flushed && !atomic_load(&c->disconnected))
 		protocol_fault(c, VR_FAULT_BAD_MESSAGE, 0, 0);
 	return wake;
-}
-
-/* Gives cq_lock back, and sends what drain found to be due. */
-static void cq_unlock(struct vr_conn *c)
-{
-	pthread_mutex_unlock(&c->cq_lock);
-	if (atomic_load(&c->tx_due))
-		vr_tx_kick(c);
-}
-
-uint32_t vr_progress(struct vr_conn *c)
-{
-	uint32_t wake;
-
-	pthread_mutex_lock(&c->cq_lock);
-	wake = drain(c);
-	cq_unlock(c);
-	return wake;
-}
-
-/* Under cq_lock. Arm first, then look: a completion that arrives in between raises an event. */
-static uint32_t arm(struct vr_conn *c)
-{
-	if (!c->armed) {
-		if (ibv_req_notify_cq(c->cq, 0))
-			vr_set_fault(c, VR_FAULT_SYSTEM, EIO, "arm completion queue", 0, 0);
-		c->armed = true;
-	}
-	return drain(c);
-}
-
-uint32_t vr_arm(struct vr_conn *c)
-{
-	uint32_t wake;
-
-	pthread_mutex_lock(&c->cq_lock);
-	wake = arm(c);
-	cq_unlock(c);
-	return wake;
-}
-
-/*
- * The pump has taken the events there were. A reader that this wakes, or that is busy with what it found while it spun, will
- * poll again before it sleeps, so arming the queue for it would only wake the pump for nothing. Whoever else waits needs it.
- */
-uint32_t vr_on_event(struct vr_conn *c, bool taken)
-{
-	bool rd_waiting = atomic_load(&c->rd_waiting);
-	uint32_t wake;
-
-	pthread_mutex_lock(&c->cq_lock);
-	if (taken)
-		c->armed = false;
-	wake = drain(c);
-	if (rd_waiting && (wake & VR_WAKE_READER)) {
-		atomic_store(&c->rd_waiting, false);
-		atomic_store(&c->rd_hot, c->opt.spin_ns > 0);
-		rd_waiting = false;
-	}
-	if (!atomic_load(&c->rd_hot) || rd_waiting || unposted(c) || (atomic_load(&c->wr_waiting) && !(wake & VR_WAKE_WRITER)))
-		wake |= arm(c);
-	else if (!c->armed)
-		wake |= VR_UNARMED;
-	cq_unlock(c);
-	return wake;
-}
-
-struct vr_result vr_tend(struct vr_conn *c)
-{
-	struct vr_result r = {0, 0};
-
-	pthread_mutex_lock(&c->cq_lock);
-	if (c->drains == c->drains_before) {
-		atomic_store(&c->rd_hot, false);
-		r.wake = arm(c);
-	}
-	c->drains_before = c->drains;
-	r.n = c->armed;
-	cq_unlock(c);
-	r.wake = vr_finish(c, r.wake);
-	return r;
 }
 
 /* The last step of every call: the first to see a fault hangs up and wakes both sides. */
@@ -562,14 +475,17 @@ static void refresh_window(struct vr_conn *c)
 	c->win_seen = windows;
 }
 
-static void window_advance(struct vr_conn *c, uint32_t n)
+/* n more bytes of the peer's window are written. If they were announced, that took a receive of the peer's. */
+static void window_advance(struct vr_conn *c, uint32_t n, bool announced)
 {
-	uint64_t sent = atomic_fetch_add(&c->msgs_sent, 1) + 1;
-
-	c->tx_messages++;
 	c->win_used += n;
+	atomic_store(&c->tx_unannounced, announced ? 0 : atomic_load(&c->tx_unannounced) + n);
+	if (!announced)
+		return;
+	c->tx_messages++;
+	atomic_fetch_add(&c->msgs_sent, 1);
 	if (c->win_used == c->win_length)
-		atomic_store(&c->window_mark, sent);
+		atomic_store(&c->window_mark, atomic_load(&c->msgs_sent));
 }
 
 static void maybe_fence(struct vr_conn *c)
@@ -591,8 +507,8 @@ static void prepare_write(struct vr_conn *c, struct ibv_send_wr *wr, struct ibv_
 	wr->wr.rdma.rkey = c->win_rkey;
 }
 
-/* Posts n staged bytes, in two pieces where the ring wraps, and announces them once, at the end. */
-static void post_staged(struct vr_conn *c, uint32_t n)
+/* Posts n staged bytes, in two pieces where the ring wraps. announce: and tells the peer of all it has not been told of yet. */
+static void post_staged(struct vr_conn *c, uint32_t n, bool announce)
 {
 	uint64_t posted = atomic_load(&c->tx_posted);
 	uint32_t at = posted & (c->opt.tx_staging - 1);
@@ -605,19 +521,28 @@ static void post_staged(struct vr_conn *c, uint32_t n)
 	uint32_t pieces = first < n ? 2 : 1;
 
 	prepare_write(c, &wr[0], &sge[0], c->win_used);
+	if (!n) /* only the announcement: some devices take a piece of no bytes for one of 2^31 */
+		wr[0].num_sge = 0;
 	if (pieces == 2)
 		prepare_write(c, &wr[1], &sge[1], c->win_used + first);
-	wr[pieces - 1].opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
-	wr[pieces - 1].imm_data = htonl(n);
+	if (announce) {
+		wr[pieces - 1].opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
+		wr[pieces - 1].imm_data = htonl(atomic_load(&c->tx_unannounced) + n);
+	}
 	/* Whoever waits for all to be sent waits for a completion. */
 	if (!post_chain(c, wr, pieces, n, atomic_load(&c->draining)))
-		window_advance(c, n);
+		window_advance(c, n, announce);
 }
 
-/* Posts whatever window, credits and send queue allow. What keeps the rest back wakes us: see tx_due. */
+/*
+ * Posts whatever window, credits and send queue allow. What keeps the rest back wakes us: see tx_due. A write without immediate
+ * data takes none of the peer's receives and does not wake it, so while vr_write has more to stage, only the end of the window
+ * and every VR_ANNOUNCE_EVERY bytes, for the peer to have work while the rest travels, are announced.
+ */
 static void tx_flush(struct vr_conn *c)
 {
-	uint64_t pending, room;
+	uint64_t pending, room, n;
+	bool announce;
 
 	for (;;) {
 		if (vr_faulted(c) || atomic_load(&c->disconnected))
@@ -628,21 +553,24 @@ static void tx_flush(struct vr_conn *c)
 			post_announcement(c);
 		}
 		maybe_fence(c);
+		announce = !atomic_load(&c->tx_more);
 		pending = atomic_load(&c->tx_staged) - atomic_load(&c->tx_posted);
 		room = c->win_length - c->win_used;
-		if (!pending)
+		if (!pending && !(announce && atomic_load(&c->tx_unannounced)))
 			return;
-		if (!room) {
+		if (pending && !room) {
 			c->window_waits++;
 			return;
 		}
-		if (!credits(c)) {
+		n = min64(pending, room);
+		announce |= n == room || atomic_load(&c->tx_unannounced) + n >= VR_ANNOUNCE_EVERY;
+		if (announce && !credits(c)) {
 			c->credit_waits++;
 			return;
 		}
 		if (sq_free(c) < 2 + VR_SQ_RESERVE)
 			return;
-		post_staged(c, (uint32_t)min64(pending, room));
+		post_staged(c, (uint32_t)n, announce);
 	}
 }
 
@@ -691,7 +619,7 @@ bool vr_probe(struct vr_conn *c)
 	uint64_t heard = atomic_load(&c->heard);
 	bool probed = false;
 
-	if (heard != c->heard_before || broken(c)) {
+	if (heard != c->heard_before || vr_broken(c)) {
 		c->heard_before = heard;
 		return false;
 	}
@@ -718,14 +646,14 @@ static bool write_inline(struct vr_conn *c, const void *buf, uint32_t len)
 	if (len > c->inline_max || pthread_mutex_trylock(&c->sq_lock))
 		return false;
 	refresh_window(c);
-	if (!vr_faulted(c) && !unposted(c) &&
-	    c->win_length - c->win_used >= len && credits(c) && sq_free(c) > VR_SQ_RESERVE) {
+	if (!vr_faulted(c) && !vr_unposted(c) && c->win_length - c->win_used >= len && credits(c) &&
+	    sq_free(c) > VR_SQ_RESERVE) {
 		prepare_write(c, &wr, &sge, c->win_used);
 		wr.opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
 		wr.imm_data = htonl(len);
 		wr.send_flags = IBV_SEND_INLINE;
 		if (!post_chain(c, &wr, 1, 0, false)) {
-			window_advance(c, len);
+			window_advance(c, len, true);
 			c->tx_inline += len;
 			sent = true;
 		}
@@ -742,17 +670,6 @@ static uint64_t staging_room(struct vr_conn *c)
 	return c->opt.tx_staging - (atomic_load(&c->tx_staged) - atomic_load(&c->tx_freed));
 }
 
-static uint32_t sleep_writer(struct vr_conn *c)
-{
-	uint32_t wake;
-
-	pthread_mutex_lock(&c->cq_lock);
-	wake = arm(c);
-	atomic_store(&c->wr_waiting, true);
-	cq_unlock(c);
-	return wake;
-}
-
 static void stage(struct vr_conn *c, const uint8_t *from, uint32_t n)
 {
 	uint64_t staged = atomic_load(&c->tx_staged);
@@ -764,71 +681,16 @@ static void stage(struct vr_conn *c, const uint8_t *from, uint32_t n)
 	atomic_store(&c->tx_staged, staged + n);
 }
 
-/*
- * Spinning: a reader or writer looks at the completion queue for a while before it arms it and sleeps, because arming, the event
- * and the way through two schedulers take longer than most answers. It pays only if the answer comes in time and if nobody
- * else needs the processor, the server on this host included. So no more than opt.spinners spin at a time, and each looks
- * aside between two looks (sched_yield).
- */
-static _Atomic int32_t spinning;
-static _Atomic bool poller; /* vr_poll is in use */
-
-enum {
-	SPIN_TRIAL = 16,
-	SPIN_SCORE_MAX = 32,
-	SPIN_SKIP = 16,
-	SPIN_SLICE_NS = 10 * 1000,
-	POLL_MAX_NS = 20 * 1000 * 1000,
-	SPIN_MIN_NS = 50 * 1000,
-	YIELD_NS = 2 * 1000 * 1000,
-	YIELD_SHORT_NS = 10 * 1000,
-	SLEEP_GUESS_NS = 100 * 1000,    /* until the first sleep has been measured */
-	SLEEP_SHORT_NS = 10 * 1000 * 1000,
-};
-
-struct spin {
-	uint64_t began;  /* 0: has not */
-	uint64_t budget; /* nanoseconds */
-	bool crowded;    /* others spin, so the poller should look in our stead */
-};
-
-/* True as long as the caller may look once more. */
-static bool spin(struct vr_conn *c, struct spin *s)
-{
-	if (s->began) {
-		sched_yield();
-		s->crowded = atomic_load(&poller);
-		return !s->crowded && now_ns() - s->began < s->budget;
-	}
-	if (atomic_load(&poller) && c->opt.spin_ns && c->pipelining <= knob("PL",40))
-		s->crowded = true;
-	if (!s->budget || s->crowded)
-		return false;
-	if (atomic_fetch_add(&spinning, 1) >= c->opt.spinners) {
-		atomic_fetch_sub(&spinning, 1);
-		s->crowded = true;
-		return false;
-	}
-	s->began = now_ns();
-	return true;
-}
-
-static void spin_end(struct spin *s)
-{
-	if (s->began)
-		atomic_fetch_sub(&spinning, 1);
-}
-
 struct vr_result vr_write(struct vr_conn *c, const void *buf, size_t len)
 {
 	struct vr_result r = {0, 0};
 	size_t done = 0;
 	/* The first piece is small so that the wire starts early; later ones are copied while it works. */
 	uint64_t piece = 16 << 10;
-	struct spin s = {.budget = min64(c->opt.spin_ns, YIELD_NS)};
+	struct vr_spin s = vr_spin_writer(c);
 	uint64_t n;
 
-	if (broken(c)) {
+	if (vr_broken(c)) {
 		r.n = vr_fault_errno(c);
 		r.wake = vr_finish(c, 0);
 		return r;
@@ -845,28 +707,32 @@ struct vr_result vr_write(struct vr_conn *c, const void *buf, size_t len)
 		n = min64(min64(len - done, piece), staging_room(c));
 		if (!n) {
 			r.wake |= vr_progress(c);
-			if (broken(c))
+			if (vr_broken(c))
 				break;
-			if (staging_room(c) || spin(c, &s))
+			if (staging_room(c) || vr_spin(c, &s))
 				continue;
-			r.wake |= sleep_writer(c);
-			if (broken(c) || !staging_room(c))
+			r.wake |= vr_sleep_writer(c);
+			if (vr_broken(c) || !staging_room(c))
 				break;
 			continue;
 		}
+		/* Before the last piece is staged, so that whoever posts it announces it. */
+		atomic_store(&c->tx_more, done + n < len);
 		stage(c, (const uint8_t *)buf + done, (uint32_t)n);
 		done += n;
 		vr_tx_kick(c);
 		if (piece < c->opt.tx_staging / 4)
 			piece *= 2;
-		if (broken(c))
+		if (vr_broken(c))
 			break;
 	}
-	spin_end(&s);
+	if (atomic_exchange(&c->tx_more, false))
+		vr_tx_kick(c);
+	vr_spin_end(&s);
 	/* What could not be posted is, by whoever hears of the completion it waits for. */
-	if (unposted(c))
+	if (vr_unposted(c))
 		r.wake |= vr_arm(c);
-	r.n = done ? (int64_t)done : broken(c) ? vr_fault_errno(c) : -EAGAIN;
+	r.n = done ? (int64_t)done : vr_broken(c) ? vr_fault_errno(c) : -EAGAIN;
 	r.wake = vr_finish(c, r.wake);
 	return r;
 }
@@ -898,239 +764,26 @@ static size_t copy_out(struct vr_conn *c, uint8_t *to, size_t want)
 	return done;
 }
 
-static uint64_t unread(struct vr_conn *c)
-{
-	return atomic_load(&c->rx_received) - atomic_load(&c->rx_read);
-}
-
-/* The reader will be woken: arms the queue, unless there is something for the reader after all. */
-static uint32_t sleep_reader(struct vr_conn *c)
-{
-	uint32_t wake;
-
-	pthread_mutex_lock(&c->cq_lock);
-	wake = arm(c);
-	if (!unread(c) && !broken(c)) {
-		atomic_store(&c->rd_waiting, true);
-		atomic_store(&c->slept_at, c->opt.spin_ns ? now_ns() : 0);
-		c->parks++;
-	}
-	cq_unlock(c);
-	return wake;
-}
-
-/* There is something to do before the reader may wait: bytes, the end, or a writer that is to be woken first. */
-static bool busy(struct vr_conn *c, uint32_t wake)
-{
-	return unread(c) || broken(c) || ((wake & VR_WAKE_WRITER) && atomic_load(&c->wr_waiting));
-}
-
-static void spin_pause(struct vr_conn *c)
-{
-	c->spin_wait = 0;
-static uint64_t tr; if(!tr) tr=knob("TR",SPIN_TRIAL);
-	c->spin_score = tr;
-	c->spin_skip = SPIN_SKIP << c->spin_backoff;
-	c->spin_backoff += c->spin_backoff < 6;
-}
-
-/*
- * How long the reader should spin in its next wait. Spinning took spin_wait when it was of use, sleeping spin_sleep; it must save at
- * least half of what it costs. A few waits in vain, and the next 1, 2, 4... 256 do without.
- */
-static uint64_t spin_budget(struct vr_conn *c)
-{
-static uint64_t bm; if(!bm) bm=knob("BM",32);
-	uint64_t budget = bm * c->spin_wait;
-
-	if (c->spin_skip) {
-		c->spin_skip--;
-		return 0;
-	}
-	static uint64_t pl; if(!pl) pl=knob("PL",40);
-	if (c->pipelining > pl)
-		return 0;
-	if (c->spin_score == SPIN_SCORE_MAX && 3 * c->spin_wait > 2 * (c->spin_sleep ? c->spin_sleep : SLEEP_GUESS_NS)) {
-		if (c->spin_sleep)
-			spin_pause(c);
-		return 0;
-	}
-	if (!c->spin_wait || budget > c->opt.spin_ns)
-		return c->opt.spin_ns;
-	return budget > SPIN_MIN_NS ? budget : SPIN_MIN_NS;
-}
-
-static void average(uint64_t *avg, uint64_t ns)
-{
-	*avg = *avg ? *avg + ns / 8 - *avg / 8 : ns;
-}
-
-static void spin_hit(struct vr_conn *c, uint64_t ns)
-{
-	average(&c->spin_wait, ns);
-	c->spin_score += c->spin_score < SPIN_SCORE_MAX;
-	c->spin_backoff = 0;
-	c->spins++;
-}
-
-/* The reader has slept. Long sleeps tell nothing about the cost of a short one. */
-static void woke_up(struct vr_conn *c)
-{
-	uint64_t ns = now_ns() - c->slept_at;
-
-	c->slept_at = 0;
-	if (ns < SLEEP_SHORT_NS)
-		average(&c->spin_sleep, ns);
-}
-
-static void spin_miss(struct vr_conn *c, uint64_t ns)
-{
-	if (c->spin_wait)
-		average(&c->spin_wait, ns);
-	if (!--c->spin_score)
-		spin_pause(c);
-}
-
-/* Waits for bytes, or the end, as long as spinning is worth it. Returns VR_WAKE_*: unless that names the reader, it may sleep. */
-static uint32_t await(struct vr_conn *c)
-{
-	struct spin s = {0, 0, false};
-	uint64_t now;
-	uint32_t wake;
-
-	atomic_store(&c->rd_waiting, false);
-	wake = vr_progress(c);
-	if (!c->spin_began && busy(c, wake)) {
-		atomic_store(&c->rd_hot, c->opt.spin_ns > 0);
-		return wake | VR_WAKE_READER;
-	}
-	if (!c->spin_began) {
-		uint32_t w = atomic_load(&c->writes);
-		uint32_t d = w - c->writes_seen;
-		c->writes_seen = w;
-		c->pipelining += (d > 16 ? 16 : d) * 2 - c->pipelining / 8;
-		c->spin_until = s.budget = spin_budget(c);
-		if (s.budget) {
-			c->spin_began = now_ns();
-			c->spin_until += c->spin_began;
-		}
-	} else {
-		now = now_ns();
-		c->spin_slice = now - c->yielded_at < YIELD_SHORT_NS ? min64(2 * c->spin_slice, YIELD_NS) : SPIN_SLICE_NS;
-		s.budget = now < c->spin_until ? c->spin_until - now : 0;
-	}
-	s.budget = min64(s.budget, c->spin_slice);
-	while (!busy(c, wake) && spin(c, &s))
-		wake |= vr_progress(c);
-	spin_end(&s);
-	if (busy(c, wake)) {
-		now = now_ns();
-		spin_hit(c, now - c->spin_began);
-		c->spin_began = 0;
-		atomic_store(&c->rd_hot, true);
-		if (now - c->yielded_at > YIELD_NS) {
-			c->yielded_at = now;
-			wake |= VR_YIELD;
-		}
-		return wake | VR_WAKE_READER;
-	}
-	now = now_ns();
-	if (s.crowded) {
-		c->spin_began = 0;
-		c->polled_at = now;
-		atomic_store(&c->rd_hot, true);
-		atomic_store(&c->poll_expired, false);
-		atomic_store(&c->polled, true);
-		return wake | VR_POLL;
-	}
-	if (c->spin_began && now < c->spin_until) {
-		c->yielded_at = now;
-		return wake | VR_YIELD | VR_WAKE_READER;
-	}
-	if (c->spin_began)
-		spin_miss(c, now - c->spin_began);
-	c->spin_began = 0;
-	atomic_store(&c->rd_hot, false);
-	return wake | sleep_reader(c);
-}
-
-/* The reader is back from the poller, which has found something for it, or has put it to sleep. */
-static void polled(struct vr_conn *c)
-{
-	if (!atomic_exchange(&c->polled, false) && atomic_load(&c->poll_expired))
-		spin_miss(c, c->opt.spin_ns);
-	else if (unread(c)) {
-		c->spin_score += c->spin_score < SPIN_SCORE_MAX;
-		c->spins++;
-	}
-	c->polled_at = 0;
-}
-
-static uint32_t poll_one(struct vr_conn *c, uint64_t now, bool give_up)
-{
-	uint32_t wake;
-
-	if (!atomic_load(&c->polled))
-		return VR_POLLED;
-	if (pthread_mutex_trylock(&c->cq_lock))
-		return 0;
-	wake = drain(c);
-	cq_unlock(c);
-	if (busy(c, wake)) {
-		wake |= VR_WAKE_READER | VR_POLLED;
-	} else if (give_up || now - c->polled_at > POLL_MAX_NS) {
-		atomic_store(&c->poll_expired, true);
-		atomic_store(&c->polled, false);
-		atomic_store(&c->rd_hot, false);
-		wake |= sleep_reader(c) | VR_POLLED;
-	}
-	return vr_finish(c, wake);
-}
-
-bool vr_poll(struct vr_conn *const *conns, uint32_t *wake, size_t n, uint32_t slice_ns, bool give_up)
-{
-	uint64_t now = now_ns(), end = now + slice_ns;
-	bool found = false;
-	size_t i;
-
-	for (;;) {
-		for (i = 0; i < n; i++) {
-			wake[i] = poll_one(conns[i], now, give_up);
-			found |= wake[i] != 0;
-		}
-		now = now_ns();
-		if (found || give_up || now >= end)
-			return found;
-		sched_yield();
-	}
-}
-
-void vr_poller(bool begins)
-{
-	atomic_fetch_add(&spinning, begins ? 1 : -1);
-	atomic_store(&poller, begins);
-}
-
 struct vr_result vr_read(struct vr_conn *c, void *buf, size_t len)
 {
 	struct vr_result r = {-EAGAIN, 0};
-	uint64_t have = unread(c);
+	uint64_t have = vr_unread(c);
 	bool end;
 
-	if (c->polled_at)
-		polled(c);
-	if (c->slept_at)
-		woke_up(c);
+	if (c->opt.spin_ns)
+		vr_awake(c);
 	if (!have) {
-		r.wake = await(c);
-		end = broken(c); /* before the count: whatever arrived before the end is counted */
-		have = unread(c);
+		r.wake = vr_await(c);
+		end = vr_broken(c); /* before the count: whatever arrived before the end is counted */
+		have = vr_unread(c);
 		if (!have && end) {
 			r.wake |= vr_progress(c);
-			have = unread(c);
+			have = vr_unread(c);
 		}
 		if (!have && end)
-			r.n = vr_faulted(c) || atomic_load(&c->closed) || !atomic_load(&c->peer_closed) ? vr_fault_errno(c) : 0;
+			r.n = vr_faulted(c) || atomic_load(&c->closed) || !atomic_load(&c->peer_closed)
+			              ? vr_fault_errno(c)
+			              : 0;
 	}
 	if (have)
 		r.n = (int64_t)copy_out(c, buf, min64(have, len));
@@ -1171,17 +824,17 @@ struct vr_result vr_flushed(struct vr_conn *c)
 
 	atomic_store(&c->draining, true);
 	r.wake = vr_progress(c);
-	if (broken(c)) {
+	if (vr_broken(c)) {
 		r.n = vr_fault_errno(c);
 	} else {
 		pthread_mutex_lock(&c->sq_lock);
-		if (!unposted(c))
+		if (!vr_unposted(c))
 			r.n = arrived(c);
 		sq_unlock(c);
 		if (atomic_load(&c->tx_due))
 			vr_tx_kick(c);
 		if (!r.n)
-			r.wake |= sleep_writer(c);
+			r.wake |= vr_sleep_writer(c);
 	}
 	r.wake = vr_finish(c, r.wake);
 	return r;
@@ -1210,7 +863,8 @@ uint32_t vr_get_stats(struct vr_conn *c, struct vr_stats *out)
 	out->tx_windows = atomic_load(&c->peer_windows);
 	out->fences = c->fences;
 	out->spins = c->spins;
-	out->parks = c->parks;
+	out->sleeps = c->sleeps;
+	out->arms = c->arms;
 	out->pinned = c->control.size + c->rx[0].size + c->rx[1].size + c->tx.size;
 	pthread_mutex_unlock(&c->cq_lock);
 	out->recv_depth = c->recv_depth;

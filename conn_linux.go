@@ -214,10 +214,10 @@ func (c *conn) Read(b []byte) (int, error) {
 		case res.n != again:
 			return 0, c.opError("read", c.failure(syscall.Errno(-res.n)))
 		}
+		if res.wake&C.VR_POLL != 0 {
+			polling.add(c)
+		}
 		if res.wake&C.VR_WAKE_READER == 0 {
-			if res.wake&C.VR_POLL != 0 {
-				polling.add(c)
-			}
 			c.r.park()
 		}
 	}
@@ -374,7 +374,7 @@ func (c *conn) Stats() Stats {
 		BytesReceived: uint64(s.rx_bytes), BytesSent: uint64(s.tx_bytes),
 		MessagesReceived: uint64(s.rx_messages), MessagesSent: uint64(s.tx_messages),
 		WindowsReceived: uint64(s.tx_windows), WindowsSent: uint64(s.rx_windows),
-		Fences: uint64(s.fences), CreditWaits: uint64(s.credit_waits), WindowWaits: uint64(s.window_waits), Spins: uint64(s.spins), Sleeps: uint64(s.parks),
+		Fences: uint64(s.fences), CreditWaits: uint64(s.credit_waits), WindowWaits: uint64(s.window_waits), Spins: uint64(s.spins), Sleeps: uint64(s.sleeps), Arms: uint64(s.arms),
 		Unread: int(s.rx_unread), Unsent: int(s.tx_unposted), Credits: int(s.credits), SendsQueued: int(s.sq_used),
 		LockedBytes: uint64(s.pinned), ServerWindow: int(s.tx_window),
 		ReceiveDepth: int(s.recv_depth), SendDepth: int(s.send_depth), InlineMax: int(s.inline_max),
@@ -696,6 +696,3 @@ func goAddr(ss *C.struct_sockaddr_storage) Addr {
 	}
 	return Addr{netip.AddrPortFrom(ip, uint16(port[0])<<8|uint16(port[1]))}
 }
-
-// maxSpinners is how many goroutines may spin at a time.
-func maxSpinners() int { return max(1, min(runtime.NumCPU(), runtime.GOMAXPROCS(0))/2) }

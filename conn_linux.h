@@ -13,6 +13,7 @@
  *   vr_read                  one reader at a time
  *   vr_write                 one writer at a time
  *   vr_pump, vr_probe        the connection's pump goroutine, and only it
+ *   vr_poll, vr_poller       one poller in the process; vr_tend   anyone; until vr_destroy
  *   vr_flushed, vr_disconnect, vr_get_stats   anyone, until vr_destroy
  *   vr_destroy               once, after every other call has returned
  *
@@ -29,14 +30,14 @@
 
 struct vr_conn;
 
-/* Whom to wake after a call. */
+/* What to do after a call. */
 enum {
 	VR_WAKE_READER = 1, /* bytes, end of stream or a fault await the reader */
 	VR_WAKE_WRITER = 2, /* staging space was freed, everything was sent, or a fault awaits the writer */
-	VR_POLL = 16,       /* from vr_read: give the connection to vr_poll, then sleep */
-	VR_POLLED = 32,     /* from vr_poll: done with this connection */
-	VR_YIELD = 8,       /* from vr_read: it has spun a while without a look at other goroutines */
-	VR_UNARMED = 4,     /* from vr_pump: the reader polls from here on, so call vr_tend now and then */
+	VR_YIELD = 4,       /* from vr_read: it has spun for a while, other goroutines should have a turn */
+	VR_POLL = 8,        /* from vr_read: give the connection to vr_poll, then sleep */
+	VR_POLLED = 16,     /* from vr_poll: done with this connection */
+	VR_UNARMED = 32,    /* from vr_pump: the reader looks at the queue from here on, so call vr_tend now and then */
 };
 
 /* What ended a connection or a dial. The first fault of a connection is kept, later ones are its echo. */
@@ -75,8 +76,9 @@ struct vr_options {
 	uint32_t recv_depth; /* receives to keep posted, clamped to the device's limits */
 	uint32_t send_depth; /* send queue depth, clamped to the device's limits */
 	int32_t resolve_ms;  /* limit of address and of route resolution, each, in milliseconds */
-	uint32_t spin_ns;    /* how long a reader or writer polls before it sleeps, at most, in nanoseconds; 0: not at all */
-	int32_t spinners;    /* how many may spin at a time in this process */
+	uint32_t
+		spin_ns; /* how long a reader or writer polls before it sleeps, at most, in nanoseconds; 0: not at all */
+	int32_t spinners; /* how many may spin at a time in this process */
 };
 
 struct vr_result {
@@ -94,13 +96,14 @@ struct vr_stats {
 	uint64_t pinned;                   /* bytes of registered memory */
 	uint64_t rx_unread;                /* bytes received that vr_read has not handed over */
 	uint64_t tx_unposted;              /* bytes vr_write took that are not handed to the device yet */
-	uint64_t spins, parks;             /* waits of the reader that ended while it polled, and that put it to sleep */
-	uint32_t credits;                  /* writes the peer's receive queue is known to have room for */
-	uint32_t sq_used;                  /* send queue slots in use */
-	uint32_t tx_window;                /* bytes of the peer's window */
-	uint32_t recv_depth, send_depth;   /* as clamped to the device */
-	uint32_t inline_max;               /* bytes sent inline at most */
-	char device[64];                   /* name of the RDMA device */
+	uint64_t spins, sleeps; /* waits of the reader that ended while it spun or was polled, and that it slept in */
+	uint64_t arms;          /* times the completion queue was armed */
+	uint32_t credits;       /* writes the peer's receive queue is known to have room for */
+	uint32_t sq_used;       /* send queue slots in use */
+	uint32_t tx_window;     /* bytes of the peer's window */
+	uint32_t recv_depth, send_depth; /* as clamped to the device */
+	uint32_t inline_max;             /* bytes sent inline at most */
+	char device[64];                 /* name of the RDMA device */
 };
 
 /*
@@ -139,9 +142,9 @@ const char *vr_dial_stage(struct vr_conn *c);
 void vr_addresses(struct vr_conn *c, struct sockaddr_storage *local, struct sockaddr_storage *peer);
 
 /*
- * Copies received bytes into buf. n > 0: bytes copied; 0: end of stream; -EAGAIN: nothing yet, wait to be
- * woken; otherwise the connection is broken (every byte that arrived before has been handed over).
- * Looks at the completion queue for up to spin_ns nanoseconds before it gives up.
+ * Copies received bytes into buf. n > 0: bytes copied; 0: end of stream; -EAGAIN: nothing yet, call again if wake names the
+ * reader, after a turn for others if it has VR_YIELD, else sleep until woken, see VR_POLL; otherwise the connection is broken
+ * (every byte that arrived before has been handed over). Spins as opt.spin_ns allows and experience advises.
  */
 struct vr_result vr_read(struct vr_conn *c, void *buf, size_t len);
 
@@ -165,11 +168,12 @@ struct vr_result vr_pump(struct vr_conn *c);
 struct vr_result vr_tend(struct vr_conn *c);
 
 /*
- * Looks at n connections that vr_read gave a VR_POLL for, until there is something to tell of any, or slice_ns are over. wake gets
- * VR_WAKE_* and VR_POLLED for each. vr_poller announces the beginning and the end of a series of such calls.
+ * Looks at n connections that vr_read gave a VR_POLL for, until there is something to tell of any (true), or slice_ns are over.
+ * wake gets VR_WAKE_* and VR_POLLED for each. give_up: look once, and put to sleep those for whom there is nothing. While vr_poller
+ * is on, readers that wait come to the poller instead of spinning.
  */
 bool vr_poll(struct vr_conn *const *conns, uint32_t *wake, size_t n, uint32_t slice_ns, bool give_up);
-void vr_poller(bool begins);
+void vr_poller(bool on);
 
 /*
  * If nothing at all has come from the peer since the last call, sends a message that needs no answer: where the peer's host is

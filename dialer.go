@@ -152,7 +152,6 @@ func (dl *Dialer) spin() time.Duration {
 	}
 }
 
-
 func (dl *Dialer) receiveWindow() (uint32, error) {
 	const unit, least, most = 64 << 10, 64 << 10, 16 << 20
 	switch w := dl.ReceiveWindow; {
@@ -321,8 +320,9 @@ type Stats struct {
 	Fences      uint64 // credit fences the server answered
 	CreditWaits uint64 // times that bytes had to wait because the server's receive queue might have been full
 	WindowWaits uint64 // times that bytes had to wait for a new window of the server
-	Spins       uint64 // Reads whose wait ended while they looked at the completion queue: see Dialer.Spin
-	Sleeps      uint64 // Reads that went to sleep
+	Spins       uint64 // waits of Read that ended while the completion queue was looked at, see Dialer.Spin
+	Sleeps      uint64 // waits of Read that it slept in
+	Arms        uint64 // times the completion queue was armed: a system call on rxe, a doorbell on hardware
 
 	Unread      int // bytes received that Read has not handed over
 	Unsent      int // bytes Write took that are not handed to the device yet

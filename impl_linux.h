@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * What dial_linux.c (making and ending a connection) and conn_linux.c (moving bytes) share.
+ * What dial_linux.c (making and ending a connection), conn_linux.c (moving bytes) and poll_linux.c (waiting) share.
  */
 #ifndef VALKEYRDMA_IMPL_LINUX_H
 #define VALKEYRDMA_IMPL_LINUX_H
@@ -79,9 +79,10 @@ enum {
 	 */
 	VR_CREDIT_LIMIT = 976,
 	VR_FENCE_EVERY = 488, /* messages; half the limit, so that the answer arrives before the credits are gone */
-	VR_SQ_RESERVE = 8,    /* send queue slots kept for control messages */
-	VR_POLL_BATCH = 16,   /* completions taken in one poll */
-	VR_REPOST_BATCH = 32, /* receives posted again in one chain */
+	VR_ANNOUNCE_EVERY = 256 << 10, /* bytes */
+	VR_SQ_RESERVE = 8,             /* send queue slots kept for control messages */
+	VR_POLL_BATCH = 16,            /* completions taken in one poll */
+	VR_REPOST_BATCH = 32,          /* receives posted again in one chain */
 };
 
 /* The largest window a peer may announce, in bytes: far above any server's limit (16 MiB), far below wrap-around. */
@@ -160,22 +161,22 @@ struct vr_conn {
 	uint64_t rx_messages;
 
 	/* Who hears of the next completion: the pump while the queue is armed, else whoever polls. See vr_pump. */
-	bool armed;      /* an event will come, or waits to be taken */
+	bool armed;              /* an event will come, or waits to be taken */
 	_Atomic bool rd_waiting; /* the reader, or the writer, sleeps until it is woken */
 	_Atomic bool wr_waiting;
 	uint64_t drains, drains_before; /* at the last vr_tend */
 
-	/* The reader's spinning. */
-	_Atomic bool rd_hot; /* its last wait ended while it spun */
-	uint32_t spin_score, spin_skip, spin_backoff;
-	uint64_t spin_wait, spin_sleep; /* averages, in nanoseconds */
-	_Atomic uint32_t writes;
-	uint32_t writes_seen, pipelining;
+	/* How the reader waits. Times in nanoseconds; what is not atomic, only the reader uses. */
+	_Atomic bool rd_hot;                  /* it has just looked itself, or will in a moment */
+	_Atomic bool polled;                  /* the poller looks in its stead */
+	_Atomic bool poll_expired;            /* the poller has put it to sleep */
+	_Atomic uint64_t polled_at, slept_at; /* since when; 0: does not */
+	_Atomic uint32_t writes;              /* calls of vr_write */
+	uint32_t writes_seen, pipelining;     /* see note_requests */
+	uint32_t spin_score, spin_pause, spin_backoff;
+	uint64_t spin_wait, spin_sleep; /* averages */
 	uint64_t spin_began, spin_until, spin_slice, yielded_at;
-	_Atomic uint64_t slept_at, polled_at;
-	_Atomic bool polled;         /* the poller looks in its stead */
-	_Atomic bool poll_expired;   /* the poller has put the reader to sleep */
-	uint64_t spins, parks;
+	uint64_t spins, sleeps, arms; /* the last two under cq_lock */
 
 	/* The peer's newest window, written under cq_lock. */
 	uint64_t peer_addr;
@@ -186,7 +187,7 @@ struct vr_conn {
 	pthread_mutex_t sq_lock;
 	_Atomic bool draining;      /* somebody waits until all is sent, see vr_flushed */
 	bool last_fence;            /* the fence after all that was written is posted */
-	_Atomic bool tx_due;        /* somebody wants tx_flush to run, see tx_kick */
+	_Atomic bool tx_due;        /* somebody wants tx_flush to run, see vr_tx_kick */
 	_Atomic uint64_t tx_staged; /* bytes copied into staging */
 	_Atomic uint64_t tx_posted; /* of these, posted */
 	_Atomic uint64_t tx_freed;  /* of these, completed: their staging may be used again */
@@ -196,7 +197,9 @@ struct vr_conn {
 	uint32_t tx_unsignaled;     /* staged bytes since then */
 	uint64_t win_addr;          /* the window being written */
 	uint32_t win_rkey, win_length, win_used, win_seen;
-	uint64_t tx_inline; /* bytes that were sent inline, past the staging */
+	_Atomic bool tx_more;            /* vr_write is about to stage more */
+	_Atomic uint32_t tx_unannounced; /* bytes of the window that were written and not announced */
+	uint64_t tx_inline;              /* bytes that were sent inline, past the staging */
 
 	/* Credits: messages sent and messages whose receive the peer is known to have posted again. */
 	_Atomic uint64_t msgs_sent;
@@ -219,11 +222,35 @@ int vr_fault_errno(struct vr_conn *c);
 /* Moves the QP to error and tells the CM, once. */
 void vr_hang_up(struct vr_conn *c);
 
+/* Takes what is in the completion queue, under cq_lock; returns VR_WAKE_*. */
+uint32_t vr_drain(struct vr_conn *c);
+
 /* Takes what is in the completion queue and posts what became possible; returns VR_WAKE_*. */
 uint32_t vr_progress(struct vr_conn *c);
 /* The same, and arms the queue, so that the pump hears of what comes later. */
 uint32_t vr_arm(struct vr_conn *c);
 uint32_t vr_on_event(struct vr_conn *c, bool taken);
+uint32_t vr_sleep_writer(struct vr_conn *c);
+
+/* Waiting, see poll_linux.c. */
+struct vr_spin {
+	uint64_t began;  /* 0: has not */
+	uint64_t budget; /* nanoseconds */
+	bool crowded;    /* too many spin: the poller is to look in our stead */
+};
+bool vr_spin(struct vr_conn *c, struct vr_spin *s);
+void vr_spin_end(struct vr_spin *s);
+struct vr_spin vr_spin_writer(struct vr_conn *c);
+void vr_spin_init(struct vr_conn *c);
+uint32_t vr_await(struct vr_conn *c);
+void vr_awake(struct vr_conn *c);
+
+/* What there is. */
+bool vr_broken(struct vr_conn *c);
+bool vr_unposted(struct vr_conn *c); /* bytes that were taken and are not announced to the peer */
+uint64_t vr_unread(struct vr_conn *c);
+
+/* Called last by every call from outside. */
 uint32_t vr_finish(struct vr_conn *c, uint32_t wake);
 
 /* What a connection opens with: all receives posted; the exchange of features and the first window's announcement. */

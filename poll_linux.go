@@ -19,24 +19,31 @@ import (
 	"unsafe"
 )
 
+// Waiting is decided in poll_linux.c. Here are the two goroutines that it takes for all connections together, each of which
+// exists only while there is something to do: the tender, and the poller.
+
+// maxSpinners is how many goroutines may spin at a time.
+func maxSpinners() int { return max(1, min(runtime.NumCPU(), runtime.GOMAXPROCS(0))/2) }
+
 // tendInterval is how often unarmed connections are looked at. The server's receive queue and ours hold several times what can
 // come in twice that long.
 const tendInterval = 5 * time.Millisecond
 
-// tended are the connections whose completion queue is not armed, because their reader polls it. Those whose reader has gone
+// tended are the connections whose completion queue is not armed, because their reader looks at it. Those whose reader has gone
 // off to do something else are armed again, so that their receives are posted again and their writers hear of completions.
 var tended tender
 
 type tender struct {
-	mu      sync.Mutex
+	mu      sync.Mutex // taken before the poller's mu
 	conns   []*conn
 	running bool
 }
 
+// add has c looked after from here on. Without c, it only wakes the tender.
 func (t *tender) add(c *conn) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if !c.tended {
+	if c != nil && !c.tended {
 		c.tended = true
 		t.conns = append(t.conns, c)
 	}
@@ -59,42 +66,43 @@ func (t *tender) run() {
 	tick := time.NewTicker(tendInterval)
 	defer tick.Stop()
 	for range tick.C {
-		t.mu.Lock()
-		t.conns = slices.DeleteFunc(t.conns, func(c *conn) bool {
-			res := C.vr_tend(c.c)
-			c.signal(res.wake)
-			c.tended = res.n == 0
-			return !c.tended
-		})
-		on := polling.rest()
-		t.running = len(t.conns) > 0 || on
-		running := t.running
-		t.mu.Unlock()
-		if !running {
+		if !t.tend() {
 			return
 		}
 	}
 }
 
-// pollSlice is how long the poller looks before it lets other goroutines run.
-const pollSlice = 50 * time.Microsecond
+// tend is false when there is nothing left to look after.
+func (t *tender) tend() bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.conns = slices.DeleteFunc(t.conns, func(c *conn) bool {
+		res := C.vr_tend(c.c)
+		c.signal(res.wake)
+		c.tended = res.n == 0
+		return !c.tended
+	})
+	on := polling.rest()
+	t.running = len(t.conns) > 0 || on
+	return t.running
+}
 
 // polling is the poller: when more readers wait than may spin, one goroutine looks at the completion queues of all of them.
 var polling poller
 
 type poller struct {
-	mu            sync.Mutex // guards incoming, running, and polled and pollAgain of connections
-	incoming      []*conn
-	running       bool
-	on            bool
-	peak          int
-	found, looked time.Time
-	crowded       bool
-	slice         time.Duration
-	busy          sync.Mutex // held while conns are looked at; taken before mu
-	conns         []*conn
-	c             []*C.struct_vr_conn
-	wake          []C.uint32_t
+	mu       sync.Mutex // guards what follows, and polled and pollAgain of connections
+	incoming []*conn
+	running  bool // run runs
+	on       bool // readers come here instead of spinning
+	most     int  // readers that waited at the same time, since the last rest
+
+	busy  sync.Mutex // held while connections are looked at; taken before mu; guards what follows
+	conns []*conn
+	c     []*C.struct_vr_conn
+	wake  []C.uint32_t
+	found time.Time // when there was something to tell, for the last time
+	slice time.Duration
 }
 
 // add gives c to the poller until its reader is woken, or is to be woken by an event.
@@ -107,46 +115,55 @@ func (p *poller) add(c *conn) {
 	}
 	c.polled = true
 	p.incoming = append(p.incoming, c)
-	p.peak = max(p.peak, len(p.incoming)+len(p.conns))
 	if !p.running {
 		p.running = true
 		go p.run()
 	}
 }
 
-// rest ends the poller's duty when no two readers have waited at the same time lately: one looks best itself.
-func (p *poller) rest() (on bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.on && p.peak < 2 {
-		p.on = false
-		C.vr_poller(false)
-	}
-	p.peak = 0
-	return p.on
-}
-
+// remove waits until c is not looked at any more.
 func (p *poller) remove(c *conn) {
 	p.busy.Lock()
 	defer p.busy.Unlock()
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if c.polled {
+		c.polled = false
 		p.conns = slices.DeleteFunc(p.conns, func(other *conn) bool { return other == c })
 		p.incoming = slices.DeleteFunc(p.incoming, func(other *conn) bool { return other == c })
-		c.polled = false
 	}
 }
 
+// rest ends the poller's duty if no two readers have waited at the same time lately: a single one looks best itself.
+func (p *poller) rest() (on bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.on && p.most < 2 {
+		p.on = false
+		C.vr_poller(false)
+	}
+	p.most = 0
+	return p.on
+}
+
+// The poller looks for slices of up to maxSlice. If the turn for other goroutines between two of them takes longer than
+// shortTurn, it was used, and the next slices are a single look.
+const (
+	maxSlice  = 100 * time.Microsecond
+	shortTurn = 10 * time.Microsecond
+)
+
 func (p *poller) run() {
-	p.found, p.crowded = time.Now(), false
+	p.busy.Lock()
+	p.found = time.Now()
+	p.busy.Unlock()
 	for p.look() {
-		t := p.looked
+		before := time.Now()
 		runtime.Gosched()
-		if time.Since(t) > 10*time.Microsecond {
+		if time.Since(before) > shortTurn {
 			p.slice = 0
 		} else {
-			p.slice = min(p.slice+5*time.Microsecond, 100*time.Microsecond)
+			p.slice = min(p.slice+maxSlice/16, maxSlice)
 		}
 	}
 }
@@ -155,41 +172,48 @@ func (p *poller) run() {
 func (p *poller) look() bool {
 	p.busy.Lock()
 	defer p.busy.Unlock()
-	p.mu.Lock()
-	p.conns = append(p.conns, p.incoming...)
-	p.incoming = p.incoming[:0]
-	p.running = len(p.conns) > 0
-	if p.running && !p.on {
-		p.on = true
-		C.vr_poller(true)
-	}
-	p.mu.Unlock()
-	if len(p.conns) == 0 {
+	if !p.take() {
 		return false
 	}
 	p.c, p.wake = p.c[:0], p.wake[:0]
 	for _, c := range p.conns {
 		p.c, p.wake = append(p.c, c.c), append(p.wake, 0)
 	}
-	giveUp := p.crowded || time.Since(p.found) > p.conns[0].spin
-	found := C.vr_poll(unsafe.SliceData(p.c), unsafe.SliceData(p.wake), C.size_t(len(p.c)), C.uint32_t(p.slice), C.bool(giveUp))
-	p.looked = time.Now()
-	if found {
-		p.found = p.looked
+	giveUp := time.Since(p.found) > p.conns[0].spin
+	if C.vr_poll(unsafe.SliceData(p.c), unsafe.SliceData(p.wake), C.size_t(len(p.c)), C.uint32_t(p.slice), C.bool(giveUp)) {
+		p.found = time.Now()
 	}
 	p.mu.Lock()
-	kept := p.conns[:0]
-	for i, c := range p.conns {
-		c.signal(p.wake[i])
-		if p.wake[i]&C.VR_POLLED == 0 || c.pollAgain {
-			kept = append(kept, c)
-		} else {
-			c.polled = false
-		}
+	defer p.mu.Unlock()
+	i := 0
+	p.conns = slices.DeleteFunc(p.conns, func(c *conn) bool {
+		wake := p.wake[i]
+		i++
+		c.signal(wake)
+		// A reader that was woken by somebody else may have come back since.
+		c.polled = wake&C.VR_POLLED == 0 || c.pollAgain
 		c.pollAgain = false
-	}
-	clear(p.conns[len(kept):])
-	p.conns = kept
-	p.mu.Unlock()
+		return !c.polled
+	})
 	return true
+}
+
+// take adds those that have come to those that are looked at, and is false if these are none.
+func (p *poller) take() bool {
+	p.mu.Lock()
+	p.conns = append(p.conns, p.incoming...)
+	clear(p.incoming)
+	p.incoming = p.incoming[:0]
+	p.most = max(p.most, len(p.conns))
+	p.running = len(p.conns) > 0
+	begins := p.running && !p.on
+	if begins {
+		p.on = true
+		C.vr_poller(true)
+	}
+	p.mu.Unlock()
+	if begins {
+		tended.add(nil) // which calls rest
+	}
+	return len(p.conns) > 0
 }

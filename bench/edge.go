@@ -159,10 +159,7 @@ func openEdgeValkey(r row, out bool) openFunc {
 		if !out {
 			window, args = r.Window, nil
 		}
-		dial, err := rawDialer(rawRDMA, window)
-		if err != nil {
-			return nil, err
-		}
+		dial := rawDialer(rawRDMA, window)
 		s, err := l.startServer(ctx, args...)
 		if err != nil {
 			return nil, err

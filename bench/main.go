@@ -166,9 +166,7 @@ func (c *config) compete(ctx context.Context, l *lab, g group, quiet *paces) []r
 			}
 			if err != nil {
 				got = []row{e.row(g).failed(err)}
-				if !errors.Is(err, errNoSpin) {
-					fmt.Fprintf(os.Stderr, "bench: %s, %s, round %d: %v\n", g.row.caseName(), e.name, round, err)
-				}
+				fmt.Fprintf(os.Stderr, "bench: %s, %s, round %d: %v\n", g.row.caseName(), e.name, round, err)
 			}
 			for j := range got {
 				got[j].Peer, got[j].Round = e.name, round

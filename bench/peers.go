@@ -2,11 +2,9 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"math/rand/v2"
 	"net"
-	"reflect"
 	"strconv"
 	"time"
 
@@ -68,24 +66,8 @@ func least(size int) int {
 	return 10
 }
 
-// dialer returns a Dialer of this library. spin is its field of that name, which not every version of the library has.
-func dialer(spin time.Duration, window int) (*valkeyrdma.Dialer, error) {
-	d := &valkeyrdma.Dialer{ReceiveWindow: window}
-	if spin == 0 {
-		return d, nil
-	}
-	f := reflect.ValueOf(d).Elem().FieldByName("Spin")
-	if !f.IsValid() {
-		return nil, errNoSpin
-	}
-	f.SetInt(int64(spin))
-	return d, nil
-}
-
 // noSpin is a Dialer.Spin: every wait is for an event.
 const noSpin = time.Duration(-1)
-
-var errNoSpin = errors.New("this version of the library has no Dialer.Spin")
 
 // valkey-go.
 
@@ -196,10 +178,7 @@ type rawClient struct {
 // openRaw is a program that uses connections itself: each has one goroutine.
 func openRaw(w work) openFunc {
 	return func(ctx context.Context, l *lab, name string) (contestant, error) {
-		dial, err := rawDialer(name, 0)
-		if err != nil {
-			return nil, err
-		}
+		dial := rawDialer(name, 0)
 		s, err := l.startServer(ctx)
 		if err != nil {
 			return nil, err
@@ -222,20 +201,17 @@ func openRaw(w work) openFunc {
 }
 
 // rawDialer returns how the contestant of this name dials.
-func rawDialer(name string, window int) (func(context.Context, string) (net.Conn, error), error) {
+func rawDialer(name string, window int) func(context.Context, string) (net.Conn, error) {
 	nd := &net.Dialer{Timeout: 10 * time.Second}
 	if name == rawTCP {
-		return func(ctx context.Context, addr string) (net.Conn, error) { return nd.DialContext(ctx, "tcp", addr) }, nil
+		return func(ctx context.Context, addr string) (net.Conn, error) { return nd.DialContext(ctx, "tcp", addr) }
 	}
 	spin := time.Duration(0)
 	if name == rawEvents {
 		spin = noSpin
 	}
-	d, err := dialer(spin, window)
-	if err != nil {
-		return nil, err
-	}
-	return func(ctx context.Context, addr string) (net.Conn, error) { return d.DialCtxFn(ctx, addr, nd, nil) }, nil
+	d := &valkeyrdma.Dialer{ReceiveWindow: window, Spin: spin}
+	return func(ctx context.Context, addr string) (net.Conn, error) { return d.DialCtxFn(ctx, addr, nd, nil) }
 }
 
 func (c *rawClient) close() {
