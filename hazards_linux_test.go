@@ -30,7 +30,10 @@ import (
 // Each hazard of the protocol has a test of its name. "make guards" shows that each fails when its guard is taken out:
 // scripts/guards has the list.
 
-var defaults = options{window: 1 << 20, staging: txStaging, recvDepth: recvDepth, sendDepth: sendDepth, spin: new(Dialer).spin(), spinners: maxSpinners()}
+var defaults = options{
+	window: 1 << 20, staging: txStaging, recvDepth: recvDepth, sendDepth: sendDepth,
+	spin: new(Dialer).spin(), spinners: maxSpinners(),
+}
 
 // fake starts a server that misbehaves on order.
 func fake(t testing.TB, opt rdmatest.Options) *rdmatest.Server {
@@ -414,9 +417,16 @@ func TestH08H09SendAccounting(t *testing.T) {
 // H10, H11: reader and writer share a completion queue. Request and reply with both directions busy, in every order, from many
 // goroutines: a lost wake-up ends in the watchdog, since the fake server sends no keepalives that would hide it.
 func TestH10H11WakeUps(t *testing.T) {
+	for name, spin := range map[string]time.Duration{"asleep": 0, "spinning": defaults.spin} {
+		t.Run(name, func(t *testing.T) { testWakeUps(t, spin) })
+	}
+}
+
+func testWakeUps(t *testing.T, spin time.Duration) {
 	w := watchdog(t, 2*time.Minute)
 	s := fake(t, rdmatest.Options{Window: 64 << 10})
 	o := defaults
+	o.spin = spin
 	o.window, o.staging, o.sendDepth = 64<<10, 8192, 32
 	c, p := pair(t, w, s, o)
 	const total = 8 << 20
@@ -454,7 +464,7 @@ func TestH10H11WakeUps(t *testing.T) {
 	require.NoError(t, <-echoed)
 	wg.Wait()
 
-	// Ping-pong: here each side sleeps every time.
+	// Ping-pong: here, without spinning, each side sleeps every time.
 	for i := range 2000 {
 		go func() {
 			_, _ = c.Write([]byte("ping"))
@@ -472,7 +482,7 @@ func TestH10H11WakeUps(t *testing.T) {
 func TestH10WriterWakesReader(t *testing.T) {
 	w := watchdog(t, 2*time.Minute)
 	o := defaults
-	o.staging, o.sendDepth = 4096, 32
+	o.staging, o.sendDepth, o.spin = 4096, 32, 0
 	c, p := pair(t, w, fake(t, rdmatest.Options{Window: 64 << 10}), o)
 	data := make([]byte, 64<<10)
 	for round := range 300 {
