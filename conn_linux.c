@@ -187,7 +187,8 @@ static void on_data(struct vr_conn *c, uint64_t n)
 	 * A second buffer lets the next window open without waiting for the reader. Only connections that fill a window
 	 * pay for it, once, here under cq_lock; and one that cannot have the memory goes on with one buffer.
 	 */
-	if (received == len && !vr_buf_make(c, &c->rx[1], len, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE))
+	if (received == len && !c->opt.rx_single &&
+	    !vr_buf_make(c, &c->rx[1], len, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE))
 		c->rx_buffers = 2;
 	maybe_announce(c);
 }

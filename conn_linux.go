@@ -35,6 +35,8 @@ import (
 	"syscall"
 	"time"
 	"unsafe"
+
+	"github.com/valkeyrdma/valkeyrdma/internal/tune"
 )
 
 // options are the sizes of a connection; tests change them.
@@ -44,6 +46,7 @@ type options struct {
 	recvDepth uint32 // receives kept posted
 	sendDepth uint32 // send queue slots
 	probe     time.Duration
+	oneBuffer bool          // a second window is never made
 	spin      time.Duration // 0: not at all
 	spinners  int
 }
@@ -500,7 +503,10 @@ var loadLibraries = sync.OnceValue(func() error {
 
 // dialAddr connects to one address. local may be the zero AddrPort.
 func dialAddr(ctx context.Context, remote, local netip.AddrPort, window uint32, spin, keepAlive time.Duration) (net.Conn, error) {
-	c, err := dialSized(ctx, remote, local, options{window, txStaging, recvDepth, sendDepth, probeInterval(keepAlive), spin, maxSpinners()})
+	c, err := dialSized(ctx, remote, local, options{
+		window: window, staging: txStaging, recvDepth: recvDepth, sendDepth: sendDepth,
+		probe: probeInterval(keepAlive), oneBuffer: tune.OneReceiveBuffer.Load(), spin: spin, spinners: maxSpinners(),
+	})
 	if err != nil {
 		return nil, err // and not a nil *conn in a net.Conn
 	}
@@ -552,6 +558,7 @@ func dialOnce(ctx context.Context, remote, local netip.AddrPort, o options) (*co
 		recv_depth: C.uint32_t(o.recvDepth),
 		send_depth: C.uint32_t(o.sendDepth),
 		resolve_ms: resolveMs,
+		rx_single:  C.bool(o.oneBuffer),
 		spin_ns:    C.uint32_t(o.spin),
 		spinners:   C.int32_t(o.spinners),
 	}

@@ -76,9 +76,9 @@ struct vr_options {
 	uint32_t recv_depth; /* receives to keep posted, clamped to the device's limits */
 	uint32_t send_depth; /* send queue depth, clamped to the device's limits */
 	int32_t resolve_ms;  /* limit of address and of route resolution, each, in milliseconds */
-	uint32_t
-		spin_ns; /* how long a reader or writer polls before it sleeps, at most, in nanoseconds; 0: not at all */
-	int32_t spinners; /* how many may spin at a time in this process */
+	uint32_t spin_ns;    /* how long to spin before sleeping, at most, in nanoseconds; 0: not at all */
+	int32_t spinners;    /* how many may spin at a time in this process */
+	bool rx_single;      /* never make a second receive window */
 };
 
 struct vr_result {

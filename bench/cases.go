@@ -118,8 +118,9 @@ func edgeGroups() []group {
 					lean(1, true, peer.Options{Window: window, Buffers: 1, Copy: true}, 0)
 					lean(2, false, peer.Options{Window: window, Buffers: 2, Copy: true}, 0)
 				} else {
-					// This library has two once the first window is full.
+					// This library makes the second one when the first window is full, unless it is told not to.
 					lean(2, true, peer.Options{Window: leanWindow, Buffers: 1}, window)
+					lean(1, false, peer.Options{Window: leanWindow, Buffers: 1}, window)
 				}
 				real := r
 				real.Buffers = map[bool]int{true: 1, false: 2}[out]

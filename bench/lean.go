@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/valkeyrdma/valkeyrdma/bench/internal/peer"
+	"github.com/valkeyrdma/valkeyrdma/internal/tune"
 )
 
 // Contestants of the cases against the lean server of internal/peer, which is a process of its own, this program once more.
@@ -107,7 +108,11 @@ func openLean(r row, opt peer.Options, window int, work func(*leanClient, time.D
 			return nil, err
 		}
 		c := &leanClient{row: r, server: s, work: work}
-		if c.c, err = dial(ctx, s.addr); err != nil {
+		// In the study of edges a row says how many buffers the receiving side has. Where that is not the server, it is us.
+		tune.OneReceiveBuffer.Store(window != 0 && r.Buffers == 1)
+		c.c, err = dial(ctx, s.addr)
+		tune.OneReceiveBuffer.Store(false)
+		if err != nil {
 			s.stop()
 			return nil, err
 		}
