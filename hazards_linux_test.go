@@ -482,15 +482,17 @@ func testWakeUps(t *testing.T, spin time.Duration) {
 func TestH10WriterWakesReader(t *testing.T) {
 	w := watchdog(t, 2*time.Minute)
 	o := defaults
-	o.staging, o.sendDepth, o.spin = 4096, 32, 0
+	o.staging, o.sendDepth = 4096, 32 // the writer waits for room, and looks for it itself
 	c, p := pair(t, w, fake(t, rdmatest.Options{Window: 64 << 10}), o)
 	data := make([]byte, 64<<10)
 	for round := range 300 {
+		slept := c.Stats().Sleeps
 		read := make(chan error, 1)
 		go func() {
 			_, err := io.ReadFull(c, make([]byte, 4))
 			read <- err
 		}()
+		require.Eventually(t, func() bool { return c.Stats().Sleeps > slept }, 10*time.Second, time.Millisecond)
 		written := make(chan error, 1)
 		go func() {
 			_, err := c.Write(data)
