@@ -484,7 +484,8 @@ func TestH10WriterWakesReader(t *testing.T) {
 	o := defaults
 	o.staging, o.sendDepth = 4096, 32 // the writer waits for room, and looks for it itself
 	c, p := pair(t, w, fake(t, rdmatest.Options{Window: 64 << 10}), o)
-	data := make([]byte, 64<<10)
+	const window = 64 << 10
+	data := make([]byte, 4*window)
 	for round := range 300 {
 		slept := c.Stats().Sleeps
 		read := make(chan error, 1)
@@ -498,10 +499,10 @@ func TestH10WriterWakesReader(t *testing.T) {
 			_, err := c.Write(data)
 			written <- err
 		}()
-		readPeer(t, p, 32<<10)
+		readPeer(t, p, 2*window) // a new window opens, and the writer is at work while the reply comes
 		_, err := p.Write([]byte("pong"))
 		require.NoError(t, err)
-		readPeer(t, p, 32<<10)
+		readPeer(t, p, 2*window)
 		require.NoError(t, <-written)
 		require.NoError(t, <-read, "round %d", round)
 	}
