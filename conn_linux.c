@@ -310,7 +310,8 @@ static uint32_t on_completion(struct vr_conn *c, const struct ibv_wc *wc)
 	case IBV_WC_RECV_RDMA_WITH_IMM:
 		on_data(c, ntohl(wc->imm_data));
 		repost(c, index);
-		return VR_WAKE_READER;
+		/* It may have shown that the server does not answer fences, for one of which vr_flushed waits. */
+		return VR_WAKE_READER | (atomic_load(&c->draining) ? VR_WAKE_WRITER : 0);
 	case IBV_WC_RECV:
 		wake = on_control(c, c->control.addr + (size_t)index * VR_CONTROL_SIZE, wc->byte_len);
 		repost(c, index);
@@ -476,13 +477,13 @@ static void refresh_window(struct vr_conn *c)
 	c->win_seen = windows;
 }
 
-/* n more bytes of the peer's window are written. If they were announced, that took a receive of the peer's. */
+/* n more bytes of the peer's window are written. If they, and all before them, were announced, that took a receive of the peer's. */
 static void window_advance(struct vr_conn *c, uint32_t n, bool announced)
 {
 	c->win_used += n;
-	atomic_store(&c->tx_unannounced, announced ? 0 : atomic_load(&c->tx_unannounced) + n);
 	if (!announced)
 		return;
+	atomic_store(&c->tx_unannounced, 0);
 	c->tx_messages++;
 	atomic_fetch_add(&c->msgs_sent, 1);
 	if (c->win_used == c->win_length)
@@ -529,6 +530,9 @@ static void post_staged(struct vr_conn *c, uint32_t n, bool announce)
 	if (announce) {
 		wr[pieces - 1].opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
 		wr[pieces - 1].imm_data = htonl(atomic_load(&c->tx_unannounced) + n);
+	} else {
+		/* Before they count as posted, so that there is no moment at which nothing seems to be left: see vr_unposted. */
+		atomic_fetch_add(&c->tx_unannounced, n);
 	}
 	/* Whoever waits for all to be sent waits for a completion. */
 	if (!post_chain(c, wr, pieces, n, atomic_load(&c->draining)))
@@ -579,18 +583,22 @@ static void tx_flush(struct vr_conn *c)
  * Runs tx_flush, or leaves it to whoever is in it: the flag is set before the lock is tried, and looked at again after
  * it is released, so a request is never lost and nobody waits for a lock here.
  */
-void vr_tx_kick(struct vr_conn *c)
+bool vr_tx_kick(struct vr_conn *c)
 {
+	bool mine = false;
+
 	atomic_store(&c->tx_due, true);
 	while (atomic_load(&c->tx_due)) {
 		/* Mutexes alone do not order the flag and a trylock that fails; on weakly ordered processors it would matter. */
 		atomic_thread_fence(memory_order_seq_cst);
 		if (pthread_mutex_trylock(&c->sq_lock))
-			return;
+			return mine;
+		mine = true;
 		atomic_store(&c->tx_due, false);
 		tx_flush(c);
 		sq_unlock(c);
 	}
+	return mine;
 }
 
 /* SetClientFeature with no feature set: there is none that we, or any server so far, would know. */
@@ -721,7 +729,17 @@ struct vr_result vr_write(struct vr_conn *c, const void *buf, size_t len)
 		atomic_store(&c->tx_more, done + n < len);
 		stage(c, (const uint8_t *)buf + done, (uint32_t)n);
 		done += n;
-		vr_tx_kick(c);
+		/*
+		 * Another thread that posts in our stead would do so for as long as we stage, and has connections to look after.
+		 * While we wait for it, we stage nothing, so it leaves.
+		 */
+		c->tx_helped = vr_tx_kick(c) ? 0 : c->tx_helped + 1;
+		if (c->tx_helped == 4) {
+			c->tx_helped = 0;
+			pthread_mutex_lock(&c->sq_lock);
+			sq_unlock(c);
+			vr_tx_kick(c);
+		}
 		if (piece < c->opt.tx_staging / 4)
 			piece *= 2;
 		if (vr_broken(c))

@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"runtime"
 	"testing"
 	"time"
 
@@ -214,4 +215,15 @@ func TestAddr(t *testing.T) {
 	a := Addr{netip.MustParseAddrPort("10.0.0.7:6378")}
 	require.Equal(t, "rdma", a.Network())
 	require.Equal(t, "10.0.0.7:6378", a.String())
+}
+
+func TestSpin(t *testing.T) {
+	if min(runtime.NumCPU(), runtime.GOMAXPROCS(0)) > 1 {
+		require.Equal(t, 5*time.Millisecond, new(Dialer).spin())
+		require.Equal(t, time.Millisecond, (&Dialer{Spin: time.Millisecond}).spin())
+		require.Equal(t, 20*time.Millisecond, (&Dialer{Spin: time.Hour}).spin())
+	}
+	require.Zero(t, (&Dialer{Spin: -1}).spin())
+	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
+	require.Zero(t, new(Dialer).spin(), "with one processor")
 }

@@ -176,7 +176,8 @@ struct vr_conn {
 	uint32_t spin_score, spin_pause, spin_backoff;
 	uint64_t spin_wait, spin_sleep; /* averages */
 	uint64_t spin_began, spin_until, spin_slice, yielded_at;
-	uint64_t spins, sleeps, arms; /* the last two under cq_lock */
+	_Atomic uint64_t spins;
+	uint64_t sleeps, arms; /* under cq_lock */
 
 	/* The peer's newest window, written under cq_lock. */
 	uint64_t peer_addr;
@@ -198,6 +199,7 @@ struct vr_conn {
 	uint64_t win_addr;          /* the window being written */
 	uint32_t win_rkey, win_length, win_used, win_seen;
 	_Atomic bool tx_more;            /* vr_write is about to stage more */
+	uint32_t tx_helped;              /* pieces in a row that another thread has posted; writer only */
 	_Atomic uint32_t tx_unannounced; /* bytes of the window that were written and not announced */
 	uint64_t tx_inline;              /* bytes that were sent inline, past the staging */
 
@@ -256,7 +258,7 @@ uint32_t vr_finish(struct vr_conn *c, uint32_t wake);
 /* What a connection opens with: all receives posted; the exchange of features and the first window's announcement. */
 int vr_post_receives(struct vr_conn *c);
 void vr_hello(struct vr_conn *c);
-void vr_tx_kick(struct vr_conn *c);
+bool vr_tx_kick(struct vr_conn *c); /* false: another thread does it */
 
 /* Page-aligned memory of its own mapping, registered. 0 or a positive errno. */
 int vr_buf_make(struct vr_conn *c, struct vr_buf *b, size_t size, int access);

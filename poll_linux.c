@@ -130,6 +130,9 @@ uint32_t vr_on_event(struct vr_conn *c, bool taken)
 	if (taken)
 		c->armed = false;
 	wake = vr_drain(c);
+	/* A writer that has taken what this event was for may not have told the reader yet. */
+	if (atomic_load(&c->rd_waiting) && (vr_unread(c) || vr_broken(c)))
+		wake |= VR_WAKE_READER;
 	if ((wake & VR_WAKE_READER) && atomic_exchange(&c->rd_waiting, false))
 		atomic_store(&c->rd_hot, c->opt.spin_ns > 0);
 	if (!atomic_load(&c->rd_hot) || atomic_load(&c->rd_waiting) || vr_unposted(c) ||

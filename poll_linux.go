@@ -206,7 +206,7 @@ func (p *poller) take() bool {
 	p.incoming = p.incoming[:0]
 	p.most = max(p.most, len(p.conns))
 	p.running = len(p.conns) > 0
-	begins := p.running && !p.on
+	begins := len(p.conns) > 1 && !p.on
 	if begins {
 		p.on = true
 		C.vr_poller(true)
