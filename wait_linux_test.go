@@ -37,7 +37,7 @@ func pingPong(t testing.TB, c io.ReadWriter, n int) {
 // spinning makes requests until the reader of c looks for its answers itself.
 func spinning(t testing.TB, c *conn) {
 	t.Helper()
-	for range 100 {
+	for range 400 {
 		before := c.Stats()
 		pingPong(t, c, 50)
 		if after := c.Stats(); after.Spins-before.Spins >= 45 && after.Sleeps-before.Sleeps < 3 {
@@ -52,7 +52,7 @@ func TestWaitCalls(t *testing.T) {
 	if min(runtime.NumCPU(), runtime.GOMAXPROCS(0)) == 1 {
 		t.Fatal("nothing spins on one processor: this test needs two")
 	}
-	c := dialLab(t, watchdog(t, time.Minute))
+	c := dialLab(t, watchdog(t, 3*time.Minute))
 	const total = 200
 	calls, arms := int64(1e9), uint64(1e9)
 	for range 10 {
