@@ -19,11 +19,6 @@
 #include <errno.h>
 #include <string.h>
 
-static uint64_t min64(uint64_t a, uint64_t b)
-{
-	return a < b ? a : b;
-}
-
 static uint16_t get16(const uint8_t *p)
 {
 	uint16_t v;

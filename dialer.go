@@ -141,9 +141,12 @@ func dialInTurn(ctx context.Context, addrs []netip.AddrPort,
 	return nil, first
 }
 
+// processors is how many of them this program may use.
+func processors() int { return min(runtime.NumCPU(), runtime.GOMAXPROCS(0)) }
+
 func (dl *Dialer) spin() time.Duration {
 	switch {
-	case dl.Spin < 0 || min(runtime.NumCPU(), runtime.GOMAXPROCS(0)) == 1:
+	case dl.Spin < 0 || processors() == 1:
 		return 0
 	case dl.Spin == 0:
 		return 5 * time.Millisecond

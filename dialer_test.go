@@ -218,7 +218,7 @@ func TestAddr(t *testing.T) {
 }
 
 func TestSpin(t *testing.T) {
-	if min(runtime.NumCPU(), runtime.GOMAXPROCS(0)) > 1 {
+	if processors() > 1 {
 		require.Equal(t, 5*time.Millisecond, new(Dialer).spin())
 		require.Equal(t, time.Millisecond, (&Dialer{Spin: time.Millisecond}).spin())
 		require.Equal(t, 20*time.Millisecond, (&Dialer{Spin: time.Hour}).spin())

@@ -160,7 +160,7 @@ struct vr_conn {
 	bool flushed; /* requests were flushed */
 	uint64_t rx_messages;
 
-	/* Who hears of the next completion: the pump while the queue is armed, else whoever polls. See vr_pump. */
+	/* Who hears of the next completion: the pump while the queue is armed, else whoever polls. See vr_on_event. */
 	bool armed;              /* an event will come, or waits to be taken */
 	_Atomic bool rd_waiting; /* the reader, or the writer, sleeps until it is woken */
 	_Atomic bool wr_waiting;
@@ -215,6 +215,11 @@ struct vr_conn {
 	_Atomic bool fence_unsupported;
 	uint64_t tx_messages, fences, credit_waits, window_waits;
 };
+
+static inline uint64_t min64(uint64_t a, uint64_t b)
+{
+	return a < b ? a : b;
+}
 
 /* Notes a fault; the first one stays. Safe under any lock. */
 void vr_set_fault(struct vr_conn *c, int kind, int code, const char *step, uint64_t a, uint64_t b);

@@ -36,11 +36,6 @@ enum {
 /* More requests than two in the usual wait, see note_requests. */
 #define PIPELINED (2 * 16 + 8)
 
-static uint64_t min64(uint64_t a, uint64_t b)
-{
-	return a < b ? a : b;
-}
-
 static uint64_t now_ns(void)
 {
 	struct timespec t;

@@ -23,7 +23,7 @@ import (
 // exists only while there is something to do: the tender, and the poller.
 
 // maxSpinners is how many goroutines may spin at a time.
-func maxSpinners() int { return max(1, min(runtime.NumCPU(), runtime.GOMAXPROCS(0))/2) }
+func maxSpinners() int { return max(1, processors()/2) }
 
 // tendInterval is how often unarmed connections are looked at. The server's receive queue and ours hold several times what can
 // come in twice that long.

@@ -49,7 +49,7 @@ func spinning(t testing.TB, c *conn) {
 
 // A request and its reply cost three calls into C at most, and a reader that spins neither arms the queue nor sleeps.
 func TestWaitCalls(t *testing.T) {
-	if min(runtime.NumCPU(), runtime.GOMAXPROCS(0)) == 1 {
+	if processors() == 1 {
 		t.Fatal("nothing spins on one processor: this test needs two")
 	}
 	c := dialLab(t, watchdog(t, 3*time.Minute))
