@@ -1,6 +1,7 @@
 package valkeyrdma
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -9,6 +10,7 @@ import (
 	"net/netip"
 	"os"
 	"runtime"
+	"strings"
 	"time"
 )
 
@@ -62,6 +64,20 @@ type Dialer struct {
 	// connection, or where the program has a single processor; and no more than half of the processors
 	// look at any time: see docs/performance.md.
 	Spin time.Duration
+
+	// Route says how dst, an address that the client dials, is reached: network is "rdma", or one of net.Dialer's such as
+	// "tcp"; address is where to, which is dst unless ports or hosts differ. Empty strings mean "rdma" and dst, and so does a nil
+	// Route. It serves what does not speak RDMA (sentinels), nodes whose RDMA port is another than the one the cluster announces,
+	// and NAT. It is called for every dial, by several goroutines at once.
+	//
+	// On routes that are not "rdma" the connection is the one that net.Dialer or, with a TLS config, tls.Dialer makes.
+	Route func(dst string) (network, address string)
+
+	// Fallback, if it is not nil, is told of each dial over RDMA that failed, and why; if it returns true, the client gets a
+	// connection over TCP to dst (not to the address of Route). So that there is time for this, a dial over RDMA takes at
+	// most half of the time there is. There is no fallback from ErrTLS, from a Dialer that is set up wrong, nor after ctx
+	// has ended. It is called by several goroutines at once.
+	Fallback func(dst string, err error) bool
 }
 
 // DialCtxFn connects to dst over RDMA. It has the type of valkey.ClientOption.DialCtxFn:
@@ -73,19 +89,60 @@ func DialCtxFn(ctx context.Context, dst string, d *net.Dialer, cfg *tls.Config) 
 	return new(Dialer).DialCtxFn(ctx, dst, d, cfg)
 }
 
-// DialCtxFn connects to dst, "host:port", over RDMA. A host name is resolved with d.Resolver, and its addresses are tried
-// in turn. Of d, which may be nil, Timeout, Deadline, LocalAddr (a *net.TCPAddr, *net.IPAddr or Addr), Resolver and KeepAlive
-// (how long nothing may come from the server before it is probed; at least 5 s, 0 means 15 s, negative never) are honoured;
-// with no limit there nor in ctx, the dial fails after 30 seconds. It returns when the server has
+// DialCtxFn connects to dst, "host:port", over RDMA, or as Route and Fallback say. A host name is resolved with d.Resolver, and its
+// addresses are tried in turn. Of d, which may be nil, Timeout, Deadline, LocalAddr (a *net.TCPAddr, *net.IPAddr or Addr), Resolver
+// and KeepAlive (how long nothing may come from the server before it is probed; at least 5 s, 0 means 15 s, negative never) are
+// honoured; with no limit there nor in ctx, the dial fails after 30 seconds. It returns when the server has
 // announced its receive window, so the connection can be written to at once.
 //
-// cfg must be nil: RDMA has no TLS, and the error is ErrTLS.
+// cfg must be nil: RDMA has no TLS, and the error is ErrTLS. Routes over TCP honour it.
 //
-// Every error is a *net.OpError with Op "dial" and Net "rdma".
+// Every error is a *net.OpError with Op "dial" and, over RDMA, Net "rdma".
 func (dl *Dialer) DialCtxFn(ctx context.Context, dst string, d *net.Dialer, cfg *tls.Config) (net.Conn, error) {
 	if d == nil {
 		d = &net.Dialer{}
 	}
+	via, address := dl.route(dst)
+	if via != network {
+		return dialOther(ctx, via, address, d, cfg)
+	}
+	if dl.Fallback == nil || cfg != nil {
+		return dl.dial(ctx, address, d, cfg)
+	}
+	deadline := dialDeadline(ctx, d, time.Now())
+	ctx, cancel := context.WithDeadline(ctx, deadline)
+	defer cancel()
+	first, cancelFirst := context.WithTimeout(ctx, time.Until(deadline)/2)
+	conn, err := dl.dial(first, address, d, nil)
+	cancelFirst()
+	if err == nil || errors.Is(err, os.ErrInvalid) || ctx.Err() != nil || !dl.Fallback(dst, err) {
+		return conn, err
+	}
+	return dialOther(ctx, "tcp", dst, d, nil)
+}
+
+func (dl *Dialer) route(dst string) (via, address string) {
+	if dl.Route != nil {
+		via, address = dl.Route(dst)
+	}
+	return cmp.Or(via, network), cmp.Or(address, dst)
+}
+
+// dialOther connects by a network of net.Dialer.
+func dialOther(ctx context.Context, via, address string, d *net.Dialer, cfg *tls.Config) (net.Conn, error) {
+	if a, err := localAddr(d.LocalAddr); err == nil && a.Addr().IsValid() && strings.HasPrefix(via, "tcp") {
+		other := *d // net.Dialer wants a local address of its own type
+		other.LocalAddr = net.TCPAddrFromAddrPort(a)
+		d = &other
+	}
+	if cfg != nil {
+		return (&tls.Dialer{NetDialer: d, Config: cfg}).DialContext(ctx, via, address)
+	}
+	return d.DialContext(ctx, via, address)
+}
+
+// dial is DialCtxFn for RDMA alone.
+func (dl *Dialer) dial(ctx context.Context, dst string, d *net.Dialer, cfg *tls.Config) (net.Conn, error) {
 	if cfg != nil {
 		return nil, dialError(nil, dst, ErrTLS)
 	}
