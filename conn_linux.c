@@ -744,7 +744,7 @@ struct vr_result vr_write(struct vr_conn *c, const void *buf, size_t len)
 		vr_tx_kick(c);
 	vr_spin_end(&s);
 	/* What could not be posted is, by whoever hears of the completion it waits for. */
-	if (vr_unposted(c))
+	if (vr_unposted(c) && !atomic_load(&c->rd_looking))
 		r.wake |= vr_arm(c);
 	r.n = done ? (int64_t)done : vr_broken(c) ? vr_fault_errno(c) : -EAGAIN;
 	r.wake = vr_finish(c, r.wake);

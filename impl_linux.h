@@ -167,6 +167,7 @@ struct vr_conn {
 	uint64_t drains, drains_before; /* at the last vr_tend */
 
 	/* How the reader waits. Times in nanoseconds; what is not atomic, only the reader uses. */
+	_Atomic bool rd_looking;              /* it spins */
 	_Atomic bool rd_hot;                  /* it has just looked itself, or will in a moment */
 	_Atomic bool polled;                  /* the poller looks in its stead */
 	_Atomic bool poll_expired;            /* the poller has put it to sleep */
@@ -175,7 +176,7 @@ struct vr_conn {
 	uint32_t writes_seen, pipelining;     /* see note_requests */
 	uint32_t spin_score, spin_pause, spin_backoff;
 	uint64_t spin_wait, spin_sleep; /* averages */
-	uint64_t spin_began, spin_until, spin_slice, yielded_at;
+	uint64_t spin_began, spin_until, spin_slice, spin_trial, yielded_at;
 	_Atomic uint64_t spins;
 	uint64_t sleeps, arms; /* under cq_lock */
 

@@ -20,11 +20,12 @@ enum {
 	SPIN_TRIAL = 16,     /* waits in vain until spinning is given up */
 	SPIN_SCORE_MAX = 32, /* the same, after spinning has been of use for long */
 	SPIN_PAUSE = 16,     /* waits without spinning after that; twice as many each time... */
-	SPIN_PAUSE_LOG = 6,  /* ...this often */
+	SPIN_PAUSE_LOG = 4,  /* ...this often */
 	SPIN_FACTOR = 32,    /* a wait may take this many times the usual one */
 
 	/* Nanoseconds. */
 	SPIN_MIN = 50 * 1000,
+	SPIN_WARMUP = 20 * 1000 * 1000, /* after a pause waits tell nothing for so long: see note_wait */
 	SLICE_MIN = 10 * 1000, /* how long to look before other goroutines get a turn */
 	SLICE_MAX = 2 * 1000 * 1000,
 	YIELD_SHORT = 10 * 1000,        /* a turn that took no longer was not used */
@@ -130,8 +131,10 @@ uint32_t vr_on_event(struct vr_conn *c, bool taken)
 		wake |= VR_WAKE_READER;
 	if ((wake & VR_WAKE_READER) && atomic_exchange(&c->rd_waiting, false))
 		atomic_store(&c->rd_hot, c->opt.spin_ns > 0);
-	if (!atomic_load(&c->rd_hot) || atomic_load(&c->rd_waiting) || vr_unposted(c) ||
-	    (atomic_load(&c->wr_waiting) && !(wake & VR_WAKE_WRITER)))
+	/* A reader that looks does so for the writer as well. */
+	if (!atomic_load(&c->rd_looking) &&
+	    (!atomic_load(&c->rd_hot) || atomic_load(&c->rd_waiting) || vr_unposted(c) ||
+	     (atomic_load(&c->wr_waiting) && !(wake & VR_WAKE_WRITER))))
 		wake |= arm(c);
 	else if (!c->armed)
 		wake |= VR_UNARMED;
@@ -195,17 +198,32 @@ struct vr_spin vr_spin_writer(struct vr_conn *c)
 
 /* Whether spinning is worth it: what is known of the reader's waits. */
 
+/* A wait that was far longer than usual, because some processor was taken away, says little about the next. */
 static void average(uint64_t *avg, uint64_t ns)
 {
-	*avg = *avg ? *avg + ns / 8 - *avg / 8 : ns;
+	*avg = *avg ? *avg + min64(ns, 4 * *avg) / 8 - *avg / 8 : ns;
 }
 
 static void pause_spinning(struct vr_conn *c)
 {
 	c->spin_wait = 0;
+	c->spin_trial = 0;
 	c->spin_score = SPIN_TRIAL;
 	c->spin_pause = SPIN_PAUSE << c->spin_backoff;
 	c->spin_backoff += c->spin_backoff < SPIN_PAUSE_LOG;
+}
+
+/*
+ * After sleeps Go's monitor is awake and looks every 20 us whether there is work, until nothing has slept for a while (sysmon in
+ * Go's runtime/proc.go). Where that takes the processor from the server, the first waits after a pause are no
+ * shorter than sleeps were.
+ */
+static void note_wait(struct vr_conn *c, uint64_t now)
+{
+	if (!c->spin_trial)
+		c->spin_trial = now;
+	if (now - c->spin_trial > SPIN_WARMUP)
+		average(&c->spin_wait, now - c->spin_began);
 }
 
 static void note_hit(struct vr_conn *c)
@@ -233,7 +251,7 @@ static void note_requests(struct vr_conn *c)
 	c->writes_seen = writes;
 }
 
-/* How long the next wait may spin. Spinning takes spin_wait, sleeping spin_sleep; it must save at least half of what it costs. */
+/* How long the next wait may spin. Spinning takes spin_wait, sleeping spin_sleep. */
 static uint64_t spin_budget(struct vr_conn *c)
 {
 	uint64_t budget = SPIN_FACTOR * c->spin_wait;
@@ -244,7 +262,7 @@ static uint64_t spin_budget(struct vr_conn *c)
 	}
 	if (c->pipelining > PIPELINED)
 		return 0;
-	if (c->spin_score == SPIN_SCORE_MAX && 3 * c->spin_wait > 2 * (c->spin_sleep ? c->spin_sleep : SLEEP_GUESS)) {
+	if (c->spin_score == SPIN_SCORE_MAX && c->spin_wait > (c->spin_sleep ? c->spin_sleep : SLEEP_GUESS)) {
 		if (c->spin_sleep)
 			pause_spinning(c);
 		return 0;
@@ -296,14 +314,19 @@ uint32_t vr_await(struct vr_conn *c)
 	if (!busy(c, wake)) {
 		s.budget = next_slice(c);
 		s.crowded = atomic_load(&poller_on) && c->pipelining <= PIPELINED;
+		atomic_store(&c->rd_looking, true);
 		while (!busy(c, wake) && vr_spin(c, &s))
 			wake |= vr_progress(c);
 		vr_spin_end(&s);
+		atomic_store(&c->rd_looking, false);
+		/* From here on nobody looks for whoever waits for room. */
+		if (vr_unposted(c) || atomic_load(&c->wr_waiting))
+			wake |= vr_arm(c);
 	}
 	now = now_ns();
 	if (busy(c, wake)) {
 		if (c->spin_began) {
-			average(&c->spin_wait, now - c->spin_began);
+			note_wait(c, now);
 			note_hit(c);
 		}
 		c->spin_began = 0;
@@ -331,8 +354,7 @@ uint32_t vr_await(struct vr_conn *c)
 		return wake | VR_YIELD | VR_WAKE_READER;
 	}
 	if (c->spin_began) {
-		if (c->spin_wait)
-			average(&c->spin_wait, now - c->spin_began);
+		note_wait(c, now);
 		note_miss(c);
 	}
 	c->spin_began = 0;
