@@ -478,21 +478,6 @@ func TestServerCloses(t *testing.T) {
 	require.ErrorIs(t, err, syscall.EPIPE)
 }
 
-// A server that dies is noticed by both sides.
-func TestServerDies(t *testing.T) {
-	w := watchdog(t, time.Minute)
-	addr := startServer(t, "--protected-mode", "no")
-	c := dialTo(t, w, addr)
-	r := bufio.NewReader(c)
-	require.Equal(t, "+PONG", command(t, c, r, "PING"))
-	require.NoError(t, exec.Command("pkill", "-KILL", "-f", ":6400").Run())
-	_, err := c.Read(make([]byte, 1))
-	require.Error(t, err)
-	t.Logf("read: %v", err)
-	require.Eventually(t, func() bool { _, err = c.Write([]byte("x")); return err != nil }, 10*time.Second, 10*time.Millisecond)
-	t.Logf("write: %v", err)
-}
-
 // 500 pending Reads cost goroutines, not threads, and each the memory that the README says.
 func TestIdleConnections(t *testing.T) {
 	w := watchdog(t, 3*time.Minute)

@@ -7,6 +7,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"runtime"
 	"strings"
@@ -229,4 +230,39 @@ func TestWaitWithoutSpinning(t *testing.T) {
 	s := conn.(interface{ Stats() Stats }).Stats()
 	require.Zero(t, s.Spins)
 	require.NotZero(t, s.Sleeps)
+}
+
+// One call into C for each Read and Write that need not wait, and no allocation.
+func TestCallsIntoC(t *testing.T) {
+	w := watchdog(t, time.Minute)
+	c, p := pair(t, w, fake(t, rdmatest.Options{}), defaults)
+	const total = 16
+	buf := []byte("PING\r\n")
+	settle := func() { // the pump has nothing more to do
+		require.NoError(t, p.Idle(50*time.Millisecond))
+		time.Sleep(50 * time.Millisecond)
+	}
+	for range 300 {
+		_, err := p.Write(buf)
+		require.NoError(t, err)
+	}
+	// Of several tries the one that counts is that in which nothing else in the process called C.
+	calls := func(do func([]byte) (int, error)) int64 {
+		least := int64(math.MaxInt64)
+		for range 5 {
+			settle()
+			before := runtime.NumCgoCall()
+			for range total {
+				_, err := do(buf)
+				require.NoError(t, err)
+			}
+			least = min(least, runtime.NumCgoCall()-before)
+		}
+		return least
+	}
+	require.EqualValues(t, total, calls(c.Read), "calls into C for %d Reads", total)
+	require.Zero(t, testing.AllocsPerRun(100, func() { _, _ = c.Read(buf) }))
+	require.EqualValues(t, total, calls(c.Write), "calls into C for %d Writes", total)
+	require.Zero(t, testing.AllocsPerRun(100, func() { _, _ = c.Write(buf) }))
+	require.Zero(t, testing.AllocsPerRun(100, func() { _ = c.SetDeadline(time.Now().Add(time.Hour)) }))
 }
