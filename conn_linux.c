@@ -133,6 +133,14 @@ static void protocol_fault(struct vr_conn *c, int kind, uint64_t a, uint64_t b)
 	atomic_store(&c->rx_dead, true);
 }
 
+/* Where a window lies: by turns in the two buffers, once there are two. */
+static struct vr_buf *rx_buffer(struct vr_conn *c, uint64_t window)
+{
+	uint64_t base = atomic_load(&c->rx_base);
+
+	return &c->rx[window > base ? (window - base) % 2 : 0];
+}
+
 /*
  * Announces the next receive window once the current one has been received whole and the next one's buffer has been
  * read empty. Never before: the peer switches at whatever point the message reaches it.
@@ -178,13 +186,9 @@ static void on_data(struct vr_conn *c, uint64_t n)
 	atomic_store(&c->rx_received, received);
 	if (n < room)
 		return;
-	/*
-	 * A second buffer lets the next window open without waiting for the reader. Only connections that fill a window
-	 * pay for it, once, here under cq_lock; and one that cannot have the memory goes on with one buffer.
-	 */
-	if (received == len && !c->opt.rx_single &&
-	    !vr_buf_make(c, &c->rx[1], len, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE))
-		c->rx_buffers = 2;
+	/* Only connections that fill a window pay for a second buffer. */
+	if (received == len && !c->opt.rx_single)
+		atomic_store(&c->grow_due, true);
 	maybe_announce(c);
 }
 
@@ -337,6 +341,24 @@ uint32_t vr_drain(struct vr_conn *c)
 	return wake;
 }
 
+uint32_t vr_grow(struct vr_conn *c)
+{
+	struct vr_buf b;
+
+	if (vr_broken(c) || vr_buf_make(c, &b, c->opt.rx_window, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE))
+		return 0;
+	pthread_mutex_lock(&c->cq_lock);
+	c->rx[1] = b;
+	c->rx_buffers = 2;
+	/* The reader may be at any window up to the newest, and asks for later ones only when bytes have come for them. */
+	atomic_store(&c->rx_base, atomic_load(&c->rx_announced) - 1);
+	maybe_announce(c);
+	pthread_mutex_unlock(&c->cq_lock);
+	if (atomic_load(&c->tx_due))
+		vr_tx_kick(c);
+	return vr_finish(c, 0);
+}
+
 /* The last step of every call: the first to see a fault hangs up and wakes both sides. */
 uint32_t vr_finish(struct vr_conn *c, uint32_t wake)
 {
@@ -344,6 +366,9 @@ uint32_t vr_finish(struct vr_conn *c, uint32_t wake)
 		vr_hang_up(c);
 		wake |= VR_WAKE_READER | VR_WAKE_WRITER;
 	}
+	/* While dialling there is nobody to tell. */
+	if (atomic_load(&c->grow_due) && c->state == VR_CONNECTED && atomic_exchange(&c->grow_due, false))
+		wake |= VR_GROW;
 	return wake;
 }
 
@@ -417,7 +442,7 @@ static void post_announcement(struct vr_conn *c)
 {
 	uint8_t msg[VR_CONTROL_SIZE] = {0};
 	uint64_t window = atomic_load(&c->rx_announced) - 1;
-	struct vr_buf *b = &c->rx[window % c->rx_buffers];
+	struct vr_buf *b = rx_buffer(c, window);
 
 	put16(msg, VR_OP_REGISTER_XFER_MEMORY);
 	put64(msg + 16, (uintptr_t)b->addr);
@@ -758,11 +783,10 @@ static size_t copy_out(struct vr_conn *c, uint8_t *to, size_t want)
 	size_t done = 0;
 
 	while (done < want) {
-		/* rx_buffers changes only while no byte past the first window exists, so at/len is 0 around a change. */
 		uint64_t window = at / len, off = at % len;
 		uint64_t n = min64(want - done, len - off);
 
-		memcpy(to + done, c->rx[window ? window % c->rx_buffers : 0].addr + off, n);
+		memcpy(to + done, rx_buffer(c, window)->addr + off, n);
 		at += n;
 		done += n;
 	}

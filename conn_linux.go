@@ -155,6 +155,18 @@ func (c *conn) signal(wake C.uint32_t) {
 	if wake&C.VR_WAKE_WRITER != 0 {
 		c.w.kick()
 	}
+	if wake&C.VR_GROW != 0 {
+		go c.grow()
+	}
+}
+
+// grow makes the second receive window.
+func (c *conn) grow() {
+	c.life.RLock()
+	defer c.life.RUnlock()
+	if c.c != nil {
+		c.signal(C.vr_grow(c.c))
+	}
 }
 
 // pump serves completions and connection manager events for as long as the connection lives, whether or not anybody

@@ -38,6 +38,7 @@ enum {
 	VR_POLL = 8,        /* from vr_read: give the connection to vr_poll, then sleep */
 	VR_POLLED = 16,     /* from vr_poll: done with this connection */
 	VR_UNARMED = 32,    /* from vr_pump: the reader looks at the queue from here on, so call vr_tend now and then */
+	VR_GROW = 64,       /* call vr_grow, once, without keeping anybody waiting for it */
 };
 
 /* What ended a connection or a dial. The first fault of a connection is kept, later ones are its echo. */
@@ -160,6 +161,12 @@ struct vr_result vr_write(struct vr_conn *c, const void *buf, size_t len);
  * 0 if not.
  */
 struct vr_result vr_pump(struct vr_conn *c);
+
+/*
+ * After VR_GROW: makes the second receive window, which takes milliseconds because memory is locked. A connection that cannot have
+ * it goes on with one. Any goroutine, while nobody destroys the connection.
+ */
+uint32_t vr_grow(struct vr_conn *c);
 
 /*
  * After VR_UNARMED, to be called every few milliseconds until n is 1: if nobody has polled since the last call, it arms the queue,

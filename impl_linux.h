@@ -148,9 +148,11 @@ struct vr_conn {
 	uint64_t heard_before;     /* at the last vr_probe */
 	_Atomic bool disconnected; /* the QP is in error, the CM told */
 
-	/* Receiving: windows 0, 1, 2... follow each other through rx_buffers buffers. */
+	/* Receiving: windows 0, 1, 2... follow each other through rx_buffers buffers, see rx_buffer. */
 	pthread_mutex_t cq_lock;
-	uint32_t rx_buffers;           /* 1, or 2 once the first window filled; changes before rx_announced exceeds 1 */
+	uint32_t rx_buffers;           /* 1, or 2 once vr_grow has made the second */
+	_Atomic uint64_t rx_base;      /* the last window that lay in buffer 0 because there was no other */
+	_Atomic bool grow_due;         /* the first window has filled, and nobody has been told to call vr_grow yet */
 	_Atomic uint64_t rx_received;  /* bytes that arrived */
 	_Atomic uint64_t rx_read;      /* bytes handed to the reader */
 	_Atomic uint64_t rx_announced; /* windows announced, or about to be */
