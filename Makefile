@@ -1,7 +1,7 @@
 # "make help" lists what there is. Everything works on a fresh Debian or Ubuntu machine without RDMA hardware; scripts/lab
 # says what it installs, and what it would need on other systems.
 
-.PHONY: help demo test test-run test-race test-asan fuzz guards bench bench-quick lab lint fmt clean
+.PHONY: help demo test test-run test-race test-asan fuzz guards bench bench-quick conformance lab lint fmt clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
@@ -35,6 +35,9 @@ bench: ## compare with TCP, with Valkey's C client and with the limits of the de
 
 bench-quick: ## only what the targets are about, in under 3 minutes
 	@scripts/bench -quick
+
+conformance: ## valkey-go's own test suites, and rueidis', over TCP and RDMA: an hour or two without KVM
+	@scripts/conformance
 
 lab: ## install, fetch and build the laboratory: RDMA and a Valkey with it (scripts/lab --help)
 	@scripts/lab --setup
