@@ -459,16 +459,20 @@ func testWakeUps(t *testing.T, spin time.Duration) {
 	require.NoError(t, <-echoed)
 	wg.Wait()
 
-	// Ping-pong: here, without spinning, each side sleeps every time.
+	// Ping-pong: here, without spinning, each side sleeps every time. The answer comes while the reader is about to.
 	for i := range 2000 {
 		go func() {
 			_, _ = c.Write([]byte("ping"))
 		}()
 		readPeer(t, p, 4)
-		_, err := p.Write([]byte("pong"))
-		require.NoError(t, err)
-		_, err = io.ReadFull(c, make([]byte, 4))
+		answered := make(chan error, 1)
+		go func() {
+			_, err := p.Write([]byte("pong"))
+			answered <- err
+		}()
+		_, err := io.ReadFull(c, make([]byte, 4))
 		require.NoError(t, err, "round %d", i)
+		require.NoError(t, <-answered)
 	}
 }
 
