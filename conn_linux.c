@@ -149,10 +149,11 @@ static void maybe_announce(struct vr_conn *c)
 {
 	uint64_t len = c->opt.rx_window;
 	uint64_t next = atomic_load(&c->rx_announced);
+	uint64_t buffers = c->rx[1].addr ? 2 : 1;
 
 	if (atomic_load(&c->rx_received) != next * len)
 		return;
-	if (next >= c->rx_buffers && atomic_load(&c->rx_read) < (next + 1 - c->rx_buffers) * len)
+	if (next >= buffers && atomic_load(&c->rx_read) < (next + 1 - buffers) * len)
 		return; /* vr_read comes here again */
 	atomic_store(&c->rx_announced, next + 1);
 	atomic_store(&c->announce_due, true);
@@ -341,6 +342,13 @@ uint32_t vr_drain(struct vr_conn *c)
 	return wake;
 }
 
+void vr_cq_unlock(struct vr_conn *c)
+{
+	pthread_mutex_unlock(&c->cq_lock);
+	if (atomic_load(&c->tx_due))
+		vr_tx_kick(c);
+}
+
 uint32_t vr_grow(struct vr_conn *c)
 {
 	struct vr_buf b;
@@ -349,13 +357,10 @@ uint32_t vr_grow(struct vr_conn *c)
 		return 0;
 	pthread_mutex_lock(&c->cq_lock);
 	c->rx[1] = b;
-	c->rx_buffers = 2;
 	/* The reader may be at any window up to the newest, and asks for later ones only when bytes have come for them. */
 	atomic_store(&c->rx_base, atomic_load(&c->rx_announced) - 1);
 	maybe_announce(c);
-	pthread_mutex_unlock(&c->cq_lock);
-	if (atomic_load(&c->tx_due))
-		vr_tx_kick(c);
+	vr_cq_unlock(c);
 	return vr_finish(c, 0);
 }
 
@@ -795,9 +800,7 @@ static size_t copy_out(struct vr_conn *c, uint8_t *to, size_t want)
 	if (atomic_load(&c->rx_received) == atomic_load(&c->rx_announced) * len) {
 		pthread_mutex_lock(&c->cq_lock);
 		maybe_announce(c);
-		pthread_mutex_unlock(&c->cq_lock);
-		if (atomic_load(&c->tx_due))
-			vr_tx_kick(c);
+		vr_cq_unlock(c);
 	}
 	return done;
 }

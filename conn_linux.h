@@ -14,7 +14,7 @@
  *   vr_write                 one writer at a time
  *   vr_pump, vr_probe        the connection's pump goroutine, and only it
  *   vr_poll, vr_poller       one poller in the process; vr_tend   anyone; until vr_destroy
- *   vr_flushed, vr_disconnect, vr_get_stats   anyone, until vr_destroy
+ *   vr_flushed, vr_disconnect, vr_get_stats, vr_grow   anyone, until vr_destroy
  *   vr_destroy               once, after every other call has returned
  *
  * Reader, writer and pump may run at the same time. Whoever drains the completion queue accounts for both
@@ -164,7 +164,7 @@ struct vr_result vr_pump(struct vr_conn *c);
 
 /*
  * After VR_GROW: makes the second receive window, which takes milliseconds because memory is locked. A connection that cannot have
- * it goes on with one. Any goroutine, while nobody destroys the connection.
+ * it goes on with one.
  */
 uint32_t vr_grow(struct vr_conn *c);
 

@@ -134,7 +134,7 @@ func requireNoLeak(t *testing.T, fds, goroutines, resources int) {
 // requireFalls waits until count is no more than limit.
 func requireFalls(t *testing.T, limit int, count func() int, what string) {
 	t.Helper()
-	for end := time.Now().Add(5 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+	for end := time.Now().Add(5 * time.Second); ; time.Sleep(time.Millisecond) {
 		n := count()
 		if n <= limit {
 			return

@@ -566,7 +566,6 @@ int vr_dial(struct vr_conn **out, int *epfd, const struct sockaddr *dst, const s
 	}
 	c->opt = *opt;
 	c->state = VR_RESOLVING_ADDR;
-	c->rx_buffers = 1;
 	atomic_store(&c->rx_base, UINT64_MAX);
 	vr_spin_init(c);
 	pthread_mutex_init(&c->cq_lock, NULL);

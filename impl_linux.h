@@ -134,7 +134,7 @@ struct vr_conn {
 	bool established; /* set while dialling: the CM has a connection to disconnect */
 
 	struct vr_buf control; /* recv_depth receives, then send_depth messages to send */
-	struct vr_buf rx[2];
+	struct vr_buf rx[2]; /* the second is made by vr_grow, and set under cq_lock */
 	struct vr_buf tx;
 
 	/* How it ended. */
@@ -148,9 +148,8 @@ struct vr_conn {
 	uint64_t heard_before;     /* at the last vr_probe */
 	_Atomic bool disconnected; /* the QP is in error, the CM told */
 
-	/* Receiving: windows 0, 1, 2... follow each other through rx_buffers buffers, see rx_buffer. */
+	/* Receiving: windows 0, 1, 2... follow each other through one buffer or two, see rx_buffer. */
 	pthread_mutex_t cq_lock;
-	uint32_t rx_buffers;           /* 1, or 2 once vr_grow has made the second */
 	_Atomic uint64_t rx_base;      /* the last window that lay in buffer 0 because there was no other */
 	_Atomic bool grow_due;         /* the first window has filled, and nobody has been told to call vr_grow yet */
 	_Atomic uint64_t rx_received;  /* bytes that arrived */
@@ -267,6 +266,7 @@ uint32_t vr_finish(struct vr_conn *c, uint32_t wake);
 int vr_post_receives(struct vr_conn *c);
 void vr_hello(struct vr_conn *c);
 bool vr_tx_kick(struct vr_conn *c); /* false: another thread does it */
+void vr_cq_unlock(struct vr_conn *c); /* and sends what those under the lock found to be due */
 
 /* Page-aligned memory of its own mapping, registered. 0 or a positive errno. */
 int vr_buf_make(struct vr_conn *c, struct vr_buf *b, size_t size, int access);

@@ -45,21 +45,13 @@ static uint64_t now_ns(void)
 	return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-/* Gives cq_lock back, and sends what vr_drain found to be due. */
-static void cq_unlock(struct vr_conn *c)
-{
-	pthread_mutex_unlock(&c->cq_lock);
-	if (atomic_load(&c->tx_due))
-		vr_tx_kick(c);
-}
-
 uint32_t vr_progress(struct vr_conn *c)
 {
 	uint32_t wake;
 
 	pthread_mutex_lock(&c->cq_lock);
 	wake = vr_drain(c);
-	cq_unlock(c);
+	vr_cq_unlock(c);
 	return wake;
 }
 
@@ -83,7 +75,7 @@ uint32_t vr_arm(struct vr_conn *c)
 
 	pthread_mutex_lock(&c->cq_lock);
 	wake = arm(c);
-	cq_unlock(c);
+	vr_cq_unlock(c);
 	return wake;
 }
 
@@ -99,7 +91,7 @@ static uint32_t sleep_reader(struct vr_conn *c)
 		atomic_store(&c->slept_at, c->opt.spin_ns ? now_ns() : 0);
 		c->sleeps++;
 	}
-	cq_unlock(c);
+	vr_cq_unlock(c);
 	return wake;
 }
 
@@ -110,7 +102,7 @@ uint32_t vr_sleep_writer(struct vr_conn *c)
 	pthread_mutex_lock(&c->cq_lock);
 	wake = arm(c);
 	atomic_store(&c->wr_waiting, true);
-	cq_unlock(c);
+	vr_cq_unlock(c);
 	return wake;
 }
 
@@ -138,7 +130,7 @@ uint32_t vr_on_event(struct vr_conn *c, bool taken)
 		wake |= arm(c);
 	else if (!c->armed)
 		wake |= VR_UNARMED;
-	cq_unlock(c);
+	vr_cq_unlock(c);
 	return wake;
 }
 
@@ -153,7 +145,7 @@ struct vr_result vr_tend(struct vr_conn *c)
 	}
 	c->drains_before = c->drains;
 	r.n = c->armed;
-	cq_unlock(c);
+	vr_cq_unlock(c);
 	r.wake = vr_finish(c, r.wake);
 	return r;
 }
@@ -391,7 +383,7 @@ static uint32_t poll_one(struct vr_conn *c, uint64_t now, bool give_up)
 	if (pthread_mutex_trylock(&c->cq_lock))
 		return 0; /* somebody else is looking */
 	wake = vr_drain(c);
-	cq_unlock(c);
+	vr_cq_unlock(c);
 	if (busy(c, wake)) {
 		wake |= VR_WAKE_READER | VR_POLLED;
 	} else if (give_up || now > atomic_load(&c->polled_at) + POLLED_MAX) {
