@@ -134,7 +134,7 @@ struct vr_conn {
 	bool established; /* set while dialling: the CM has a connection to disconnect */
 
 	struct vr_buf control; /* recv_depth receives, then send_depth messages to send */
-	struct vr_buf rx[2]; /* the second is made by vr_grow, and set under cq_lock */
+	struct vr_buf rx[2];   /* the second is made by vr_grow, and set under cq_lock */
 	struct vr_buf tx;
 
 	/* How it ended. */
@@ -265,7 +265,7 @@ uint32_t vr_finish(struct vr_conn *c, uint32_t wake);
 /* What a connection opens with: all receives posted; the exchange of features and the first window's announcement. */
 int vr_post_receives(struct vr_conn *c);
 void vr_hello(struct vr_conn *c);
-bool vr_tx_kick(struct vr_conn *c); /* false: another thread does it */
+bool vr_tx_kick(struct vr_conn *c);   /* false: another thread does it */
 void vr_cq_unlock(struct vr_conn *c); /* and sends what those under the lock found to be due */
 
 /* Page-aligned memory of its own mapping, registered. 0 or a positive errno. */

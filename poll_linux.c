@@ -26,7 +26,7 @@ enum {
 	/* Nanoseconds. */
 	SPIN_MIN = 50 * 1000,
 	SPIN_WARMUP = 20 * 1000 * 1000, /* after a pause waits tell nothing for so long: see note_wait */
-	SLICE_MIN = 10 * 1000, /* how long to look before other goroutines get a turn */
+	SLICE_MIN = 10 * 1000,          /* how long to look before other goroutines get a turn */
 	SLICE_MAX = 2 * 1000 * 1000,
 	YIELD_SHORT = 10 * 1000,        /* a turn that took no longer was not used */
 	SLEEP_GUESS = 100 * 1000,       /* what a sleep takes, until the first has been measured */
