@@ -25,6 +25,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"github.com/valkey-io/valkey-go"
+	"github.com/valkeyrdma/valkeyrdma/internal/rdmatest"
 )
 
 func TestPing(t *testing.T) {
@@ -517,22 +518,40 @@ func TestIdleConnections(t *testing.T) {
 	}
 }
 
-// Every connection gives back all that it took.
+// Every connection gives back all that it took, and is counted while it is there, whichever thread has made it.
 func TestNoLeaks(t *testing.T) {
-	watchdog(t, 2*time.Minute)
-	round := func() {
-		c, err := DialCtxFn(context.Background(), rdmaAddr(t), nil, nil)
-		require.NoError(t, err)
-		r := bufio.NewReader(c)
-		require.Equal(t, "+PONG", command(t, c, r, "PING"))
-		require.NoError(t, c.Close())
-	}
-	round()
+	w := watchdog(t, 2*time.Minute)
+	warm(t)
 	fds, goroutines, resources := openFDs(t), runtime.NumGoroutine(), rdmaResources(t)
-	for range 50 {
-		round()
+	const rounds, together = 7, 8
+	for range rounds {
+		before, err := rdmatest.Resources(os.Getpid())
+		require.NoError(t, err)
+		var dials sync.WaitGroup
+		conns := make(chan net.Conn, together)
+		for range together {
+			dials.Go(func() {
+				c, err := DialCtxFn(context.Background(), rdmaAddr(t), nil, nil)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				conns <- w.add(c)
+			})
+		}
+		dials.Wait()
+		close(conns)
+		during, err := rdmatest.Resources(os.Getpid())
+		require.NoError(t, err)
+		for _, kind := range []string{"qp", "cq", "cm_id"} {
+			require.Equal(t, before[kind]+together, during[kind], "%s: %v, then %v", kind, before, during)
+		}
+		for c := range conns {
+			require.Equal(t, "+PONG", command(t, c, bufio.NewReader(c), "PING"))
+			require.NoError(t, c.Close())
+		}
+		requireNoLeak(t, fds, goroutines, resources)
 	}
-	requireNoLeak(t, fds, goroutines, resources)
 }
 
 // Reads and writes in the steady state allocate nothing.

@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"github.com/valkeyrdma/valkeyrdma/internal/rdmatest"
 )
 
 // Integration tests run inside the laboratory (scripts/lab), which tells them where RDMA and Valkey are.
@@ -196,14 +197,14 @@ func threads(t testing.TB) int {
 	return len(entries)
 }
 
-// rdmaResources counts what "rdma resource" lists for this process: QPs, CQs, MRs, PDs and connection identifiers.
+// rdmaResources counts the process's QPs, CQs, MRs, PDs and connection identifiers.
 func rdmaResources(t testing.TB) int {
 	t.Helper()
+	counts, err := rdmatest.Resources(os.Getpid())
+	require.NoError(t, err)
 	total := 0
-	for _, kind := range []string{"qp", "cq", "mr", "pd", "cm_id"} {
-		out, err := exec.Command("rdma", "resource", "show", kind).Output()
-		require.NoError(t, err)
-		total += strings.Count(string(out), " pid "+strconv.Itoa(os.Getpid())+" ")
+	for _, n := range counts {
+		total += n
 	}
 	return total
 }

@@ -11,10 +11,8 @@ import (
 	"math/rand/v2"
 	"net"
 	"os"
-	"os/exec"
 	"runtime/pprof"
 	"slices"
-	"strings"
 	"sync"
 	"syscall"
 	"testing"
@@ -651,14 +649,10 @@ func TestNoLeak(t *testing.T) {
 		require.NoError(t, err)
 		return len(entries)
 	}
-	resources := func() int {
-		total := 0
-		for _, kind := range []string{"qp", "cq", "mr", "pd", "cm_id"} {
-			out, err := exec.Command("rdma", "resource", "show", kind).Output()
-			require.NoError(t, err)
-			total += strings.Count(string(out), fmt.Sprintf(" pid %d ", os.Getpid()))
-		}
-		return total
+	resources := func() map[string]int {
+		counts, err := rdmatest.Resources(os.Getpid())
+		require.NoError(t, err)
+		return counts
 	}
 	round := func() {
 		ch := dial(s, 10*time.Second)
