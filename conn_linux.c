@@ -268,7 +268,9 @@ static void on_failed(struct vr_conn *c, const struct ibv_wc *wc)
 			protocol_fault(c, VR_FAULT_BAD_MESSAGE, 0, 0);
 			return;
 		}
-		break;
+		/* Also when Valkey closes: its memory goes before its queue pair does (connRdmaClose in src/rdma.c). */
+		vr_set_fault(c, VR_FAULT_WINDOW_GONE, ECONNRESET, "send", wc->status, wc->vendor_err);
+		return;
 	case IBV_WC_RETRY_EXC_ERR:
 	case IBV_WC_RNR_RETRY_EXC_ERR:
 		vr_set_fault(c, VR_FAULT_COMPLETION, ETIMEDOUT, "send", wc->status, wc->vendor_err);

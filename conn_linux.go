@@ -450,6 +450,9 @@ func faultError(f *C.struct_vr_fault) error {
 	case C.VR_FAULT_COMPLETION:
 		return say(errno, "%s failed: %s (status %d, vendor error %#x)", step,
 			C.GoString(C.vr_wc_status_str(C.int(f.a))), a, b)
+	case C.VR_FAULT_WINDOW_GONE:
+		return say(errno, "the server's memory takes no write (%s): it has closed the connection, or announced a window it does not have",
+			C.GoString(C.vr_wc_status_str(C.int(f.a))))
 	case C.VR_FAULT_BAD_MESSAGE:
 		return protocol("the device refused a message, most likely a write outside of our window")
 	case C.VR_FAULT_CONTROL_SIZE:

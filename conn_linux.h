@@ -54,6 +54,7 @@ enum vr_fault_kind {
 	VR_FAULT_DROPPED,         /* the server accepted, then disconnected before it announced a window */
 	VR_FAULT_DEVICE_GONE,     /* the RDMA device was removed, or its address changed */
 	VR_FAULT_COMPLETION,      /* a work request failed; a is its ibv_wc_status, b the vendor's error */
+	VR_FAULT_WINDOW_GONE,     /* the peer's device refused a write into the window that the peer announced */
 	VR_FAULT_BAD_MESSAGE,     /* the device refused what the peer sent, such as a write outside of the window */
 	VR_FAULT_CONTROL_SIZE,    /* a control message of a bytes, UINT64_MAX: more than the 32 that are due */
 	VR_FAULT_CONTROL_OPCODE,  /* a control message with the unknown opcode a */

@@ -394,7 +394,7 @@ func TestMisbehaviour(t *testing.T) {
 		require.NoError(t, err)
 		_, err = c.Read(make([]byte, 1))
 		require.ErrorIs(t, err, syscall.ECONNRESET)
-		require.ErrorContains(t, err, "remote access error")
+		require.ErrorContains(t, err, "(remote access error): it has closed the connection")
 	})
 
 	// Both at once, since it takes the device's 16 s of retries: a server that is gone while we write, and one while nobody
