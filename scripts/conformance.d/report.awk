@@ -1,6 +1,5 @@
-# The report of scripts/conformance. Input, separated by tabs: SUITE TRANSPORT VERDICT NAME SECONDS; dials SUITE TRANSPORT RDMA TCP;
-# ! WHAT, for a run that was none. table: SUITES NAMES REASON, the first two
-# regular expressions of the whole name.
+# The report of scripts/conformance. Input, separated by tabs: SUITE TRANSPORT VERDICT NAME SECONDS; or dials SUITE TRANSPORT RDMA
+# TCP; or ! WHAT, for a run that was none. table: SUITES NAMES REASON, the first two regular expressions of the whole name.
 function explain(suite, name,  i) {
   sub(/ #[0-9]+$/, "", name)
   for (i = 1; i <= entries; i++)
@@ -38,9 +37,6 @@ END {
         note("skipped", what); tcp = rdma = "NA"
       } else if (tcp == "FAIL" && rdma == "FAIL" && entry) {
         na[entry]++; tcp = rdma = "NA"
-      } else if (tcp && rdma && reason[entry] ~ /^timing:/ && (tcp == "FAIL" || rdma == "FAIL")) {
-        # Its verdict is about the speed of the machine, over either transport.
-        na[entry]++; note("timing", what " (tcp " tcp ", rdma " rdma ")"); tcp = rdma = "NA"
       } else if (tcp == "PASS" && rdma == "PASS") {
         if (entry) note("stale", what " (" reason[entry] ")")
       } else {
@@ -61,10 +57,9 @@ END {
   title["ours"] = "FAILED OVER RDMA, passed over TCP:"
   title["unexplained"] = "Failed over both, and not in the table of what is not applicable:"
   title["different"] = "Another difference between TCP and RDMA:"
-  title["timing"] = "Failed over one of them, and depends on the speed of the machine:"
   title["stale"] = "In the table of what is not applicable, but passed:"
   title["skipped"] = "Skipped by the suite itself:"
-  n = split("broken ours unexplained different timing stale skipped", order, " ")
+  n = split("broken ours unexplained different stale skipped", order, " ")
   for (i = 1; i <= n; i++)
     if (lists[order[i]] != "") printf "\n%s\n%s", title[order[i]], lists[order[i]]
   print "\nNot applicable:"
