@@ -243,7 +243,10 @@ static void note_requests(struct vr_conn *c)
 	c->writes_seen = writes;
 }
 
-/* How long the next wait may spin. Spinning takes spin_wait, sleeping spin_sleep. */
+/*
+ * How long the next wait may spin. Spinning takes spin_wait, sleeping spin_sleep, and then the wake-ups that follow it (note_wait):
+ * where the two waits are much the same, because it is the server that takes its time, spinning is better.
+ */
 static uint64_t spin_budget(struct vr_conn *c)
 {
 	uint64_t budget = SPIN_FACTOR * c->spin_wait;
@@ -254,7 +257,7 @@ static uint64_t spin_budget(struct vr_conn *c)
 	}
 	if (c->pipelining > PIPELINED)
 		return 0;
-	if (c->spin_score == SPIN_SCORE_MAX && c->spin_wait > (c->spin_sleep ? c->spin_sleep : SLEEP_GUESS)) {
+	if (c->spin_score == SPIN_SCORE_MAX && c->spin_wait > 2 * (c->spin_sleep ? c->spin_sleep : SLEEP_GUESS)) {
 		if (c->spin_sleep)
 			pause_spinning(c);
 		return 0;

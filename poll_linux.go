@@ -101,7 +101,7 @@ type poller struct {
 	conns []*conn
 	c     []*C.struct_vr_conn
 	wake  []C.uint32_t
-	found time.Time // when there was something to tell, for the last time
+	vain  time.Duration // how long it has looked since there was something to tell
 	slice time.Duration
 }
 
@@ -155,7 +155,7 @@ const (
 
 func (p *poller) run() {
 	p.busy.Lock()
-	p.found = time.Now()
+	p.vain = 0
 	p.busy.Unlock()
 	for p.look() {
 		before := time.Now()
@@ -179,9 +179,13 @@ func (p *poller) look() bool {
 	for _, c := range p.conns {
 		p.c, p.wake = append(p.c, c.c), append(p.wake, 0)
 	}
-	giveUp := time.Since(p.found) > p.conns[0].spin
+	// A turn that others used is no sign that nothing comes.
+	giveUp := p.vain > p.conns[0].spin
+	began := time.Now()
 	if C.vr_poll(unsafe.SliceData(p.c), unsafe.SliceData(p.wake), C.size_t(len(p.c)), C.uint32_t(p.slice), C.bool(giveUp)) {
-		p.found = time.Now()
+		p.vain = 0
+	} else {
+		p.vain += time.Since(began)
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
