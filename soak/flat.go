@@ -1,0 +1,81 @@
+package main
+
+import (
+	"fmt"
+	"slices"
+	"time"
+)
+
+// A sample is what this process uses at a time.
+type sample struct {
+	at         time.Duration
+	rss        int64 // bytes
+	fds        int
+	threads    int
+	goroutines int
+}
+
+// resources counts what "rdma resource" lists for a process, by kind.
+type resources map[string]int
+
+// An ending compares what was used before the first client was made with what is used after the last was closed.
+type ending struct {
+	before, after         sample
+	rdmaBefore, rdmaAfter resources
+}
+
+const (
+	threadSlack = 8        // Go gives no thread back; so many more, or a half, may be needed later than in the first third
+	rssSlack    = 64 << 20 // and a quarter of what was used in the second quarter
+)
+
+// leaks says what is left at the end.
+func (e ending) leaks() (complaints []string) {
+	compare := func(what string, before, after int) {
+		if after > before {
+			complaints = append(complaints, fmt.Sprintf("%s: %d at the start, %d at the end", what, before, after))
+		}
+	}
+	compare("file descriptors", e.before.fds, e.after.fds)
+	compare("goroutines", e.before.goroutines, e.after.goroutines)
+	for _, kind := range resourceKinds {
+		compare("RDMA "+kind, e.rdmaBefore[kind], e.rdmaAfter[kind])
+	}
+	return complaints
+}
+
+var resourceKinds = []string{"qp", "cq", "mr", "pd", "cm_id"}
+
+// growth says what grew while the load was the same.
+func growth(samples []sample) (complaints []string) {
+	n := len(samples)
+	if n < 12 {
+		return []string{fmt.Sprintf("only %d samples were taken: too few to tell whether anything grows", n)}
+	}
+	threads := func(s sample) int64 { return int64(s.threads) }
+	first, last := slices.Max(values(samples[:n/3], threads)), slices.Max(values(samples[n-n/3:], threads))
+	if last > first+max(threadSlack, first/2) {
+		complaints = append(complaints, fmt.Sprintf("threads: up to %d in the first third, up to %d in the last", first, last))
+	}
+	rss := func(s sample) int64 { return s.rss }
+	second, fourth := median(values(samples[n/4:n/2], rss)), median(values(samples[n-n/4:], rss))
+	if fourth > second+second/4+rssSlack {
+		complaints = append(complaints, fmt.Sprintf("RSS: median of %s in the second quarter, of %s in the last", mib(second), mib(fourth)))
+	}
+	return complaints
+}
+
+func values(samples []sample, of func(sample) int64) []int64 {
+	v := make([]int64, len(samples))
+	for i, s := range samples {
+		v[i] = of(s)
+	}
+	return v
+}
+
+func median(v []int64) int64 {
+	slices.Sort(v)
+	return v[len(v)/2]
+}
+
+func mib(bytes int64) string { return fmt.Sprintf("%d MiB", bytes>>20) }
