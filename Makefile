@@ -1,7 +1,7 @@
 # "make help" lists what there is. Everything works on a fresh Debian or Ubuntu machine without RDMA hardware; scripts/lab
 # says what it installs, and what it would need on other systems.
 
-.PHONY: help demo test test-run test-race test-asan fuzz guards bench bench-quick conformance lab lint fmt clean
+.PHONY: help demo test test-run test-race test-asan fuzz guards soak bench bench-quick conformance lab lint fmt clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
@@ -29,6 +29,9 @@ fuzz: ## fuzz the protocol, a minute each: make fuzz FUZZTIME=10m
 
 guards: ## take out the guard against each hazard, and see its test fail
 	@scripts/guards
+
+soak: ## everything mixed while servers are killed and stopped, ten minutes: make soak SOAK=30m
+	@scripts/soak $(SOAK)
 
 bench: ## compare with TCP, with Valkey's C client and with the limits of the device: some 30 minutes
 	@scripts/bench

@@ -157,9 +157,11 @@ func (s *server) info(field string, command ...string) string {
 	return ""
 }
 
-func (s *server) role() string      { return s.info("role", "INFO", "replication") }
-func (s *server) clusterOK() bool   { return s.info("cluster_state", "CLUSTER", "INFO") == "ok" }
-func (s *server) isReplicaOK() bool { return s.info("master_link_status", "INFO", "replication") == "up" }
+func (s *server) role() string    { return s.info("role", "INFO", "replication") }
+func (s *server) clusterOK() bool { return s.info("cluster_state", "CLUSTER", "INFO") == "ok" }
+func (s *server) isReplicaOK() bool {
+	return s.info("master_link_status", "INFO", "replication") == "up"
+}
 
 // clients returns the identities of the soak's RDMA connections to the server.
 func (s *server) clients() (ids []string) {

@@ -1,0 +1,190 @@
+package main
+
+import (
+	"fmt"
+	"maps"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// measure returns what this process uses now.
+func measure(at time.Duration) sample {
+	count := func(dir string) int {
+		entries, _ := os.ReadDir(dir)
+		return len(entries)
+	}
+	s := sample{at: at, fds: count("/proc/self/fd") - 1, threads: count("/proc/self/task"), goroutines: runtime.NumGoroutine()}
+	statm, _ := os.ReadFile("/proc/self/statm")
+	if fields := strings.Fields(string(statm)); len(fields) > 1 {
+		pages, _ := strconv.ParseInt(fields[1], 10, 64)
+		s.rss = pages * int64(os.Getpagesize())
+	}
+	return s
+}
+
+// rdmaResources returns what "rdma resource" lists for each of the processes.
+func rdmaResources(pids ...int) (resources, error) {
+	r := make(resources)
+	for _, kind := range resourceKinds {
+		out, err := exec.Command("rdma", "resource", "show", kind).Output()
+		if err != nil {
+			return nil, fmt.Errorf("rdma resource show %s: %w", kind, err)
+		}
+		for _, pid := range pids {
+			r[kind] += strings.Count(string(out), " pid "+strconv.Itoa(pid)+" ")
+		}
+	}
+	return r, nil
+}
+
+func (r resources) String() string {
+	var b []string
+	for _, kind := range resourceKinds {
+		b = append(b, fmt.Sprintf("%s %d", kind, r[kind]))
+	}
+	return strings.Join(b, " ")
+}
+
+// deviceCounters reads the counters of the device's ports.
+func deviceCounters() map[string]int64 {
+	counters := make(map[string]int64)
+	files, _ := filepath.Glob("/sys/class/infiniband/" + os.Getenv("VALKEYRDMA_DEVICE") + "/ports/*/hw_counters/*")
+	for _, file := range files {
+		text, _ := os.ReadFile(file)
+		if n, err := strconv.ParseInt(strings.TrimSpace(string(text)), 10, 64); err == nil {
+			counters[filepath.Base(file)] += n
+		}
+	}
+	delete(counters, "lifespan") // how often the kernel reads them, no counter
+	return counters
+}
+
+// changed lists the counters that are not what they were.
+func changed(before, now map[string]int64) string {
+	var b []string
+	for _, name := range slices.Sorted(maps.Keys(now)) {
+		if d := now[name] - before[name]; d != 0 {
+			b = append(b, fmt.Sprintf("%s %d", name, d))
+		}
+	}
+	return strings.Join(b, ", ")
+}
+
+// watch takes samples, prints progress and minutes, and ends the process if something hangs.
+func (k *soak) watch(stop <-chan struct{}) {
+	const tick = 500 * time.Millisecond
+	ticker := time.NewTicker(tick)
+	defer ticker.Stop()
+	every := 10 * time.Second
+	if k.terminal {
+		every = time.Second
+	}
+	last := time.Now()
+	var nextSample, nextLine, nextMinute time.Duration
+	nextMinute = k.every
+	for {
+		select {
+		case <-stop:
+			return
+		case <-ticker.C:
+		}
+		now := time.Now()
+		gap := now.Sub(last)
+		last = now
+		if gap > 5*time.Second {
+			// The process was stopped, or the machine stood still: neither is a failure of RDMA.
+			k.count(&k.notes, "times the process stood still for more than 5 s")
+			for _, s := range k.sides() {
+				s.weather.begin()
+				s.weather.over()
+			}
+		}
+		for _, s := range k.sides() {
+			s.weather.tick(gap)
+		}
+		k.lookForHangs()
+		if !k.working.Load() {
+			continue
+		}
+		at := now.Sub(k.begin)
+		if at >= nextSample {
+			k.samples = append(k.samples, measure(at))
+			nextSample = at + 2*time.Second
+		}
+		if at >= nextLine {
+			k.progress(at)
+			nextLine = at + every
+		}
+		if at >= nextMinute {
+			k.minute(at)
+			nextMinute += k.every
+		}
+	}
+}
+
+// lookForHangs ends the process with the stacks of all goroutines if an operation hangs.
+func (k *soak) lookForHangs() {
+	for _, w := range k.workers {
+		if b := w.busy.Load(); b != nil && time.Since(b.begin) > hang {
+			k.hung(fmt.Sprintf("worker %d: %s has not ended after %v", w.id, b.what, time.Since(b.begin)))
+		}
+	}
+	if b := k.phase.Load(); b != nil && time.Since(b.begin) > 2*hang {
+		k.hung(fmt.Sprintf("%s has not ended after %v", b.what, time.Since(b.begin)))
+	}
+}
+
+func (k *soak) hung(what string) {
+	stacks := make([]byte, 16<<20)
+	stacks = stacks[:runtime.Stack(stacks, true)]
+	k.logf("HANG: %s\n%s", what, stacks)
+	k.report()
+	k.takedown()
+	os.Exit(3)
+}
+
+// progress is a line that says that it is alive.
+func (k *soak) progress(at time.Duration) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	ops := k.operations
+	d := at - k.progressAt
+	rate := float64(ops-k.progressOps) / max(d.Seconds(), 0.001)
+	k.progressOps, k.progressAt = ops, at
+	line := fmt.Sprintf("%s of %v: %d operations, %.0f/s, %d errors, %d wrong", clock(at), k.length, ops, rate, k.failures, len(k.violations))
+	if k.terminal {
+		fmt.Printf("\r\x1b[K%s", line)
+	} else {
+		fmt.Println(line)
+	}
+}
+
+// minute is a line about all that should stay flat.
+func (k *soak) minute(at time.Duration) {
+	s := measure(at)
+	r, err := rdmaResources(os.Getpid())
+	text := r.String()
+	if err != nil {
+		text = err.Error()
+	}
+	k.mu.Lock()
+	ops, failures := k.operations-k.minuteOps, k.failures-k.minuteFailures
+	k.minuteOps, k.minuteFailures = k.operations, k.failures
+	d := at - k.minuteAt
+	k.minuteAt = at
+	k.mu.Unlock()
+	counters := deviceCounters()
+	k.logf("MINUTE %s: %.0f operations/s, %d errors | RSS %s, fds %d, threads %d, goroutines %d | RDMA %s | device: %s", clock(at),
+		float64(ops)/d.Seconds(), failures, mib(s.rss), s.fds, s.threads, s.goroutines, text, changed(k.minuteCounters, counters))
+	k.minuteCounters = counters
+}
+
+func clock(d time.Duration) string {
+	return fmt.Sprintf("%d:%02d", int(d.Minutes()), int(d.Seconds())%60)
+}
