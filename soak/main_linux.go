@@ -188,7 +188,7 @@ func (k *soak) warm() error {
 
 // rest measures after what can be freed was freed.
 func (k *soak) rest() sample {
-	runtime.GC()
+	runtime.GC() // twice, for what sync.Pool keeps
 	debug.FreeOSMemory()
 	return measure(time.Since(k.begin))
 }
@@ -261,7 +261,9 @@ func (k *soak) work(seed uint64, interrupt <-chan os.Signal) error {
 	working.Wait()
 	at := time.Since(k.begin)
 	k.progress(at)
-	k.minute(at)
+	if at > k.minuteAt+k.every/2 {
+		k.minute(at)
+	}
 	k.working.Store(false)
 	k.in("the last message")
 	cancel()
@@ -305,6 +307,9 @@ func (k *soak) settle() error {
 	servers, err := rdmaResources(pids...)
 	k.logf("at the start: %s\nat the end:   %s\nthe servers, which listen: RDMA %v", describe(k.ending.before, before),
 		describe(k.ending.after, k.ending.rdmaAfter), servers)
+	var heap runtime.MemStats
+	runtime.ReadMemStats(&heap)
+	k.logf("of the RSS at the end Go's heap is %s in use; Go has %s of the system", mib(int64(heap.HeapInuse)), mib(int64(heap.Sys-heap.HeapReleased)))
 	leaks := k.ending.leaks()
 	for _, complaint := range leaks {
 		k.wrong("not given back: %s", complaint)

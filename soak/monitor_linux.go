@@ -28,16 +28,26 @@ func measure(at time.Duration) sample {
 	return s
 }
 
-// rdmaResources returns what "rdma resource" lists for each of the processes.
+// rdmaResources returns what "rdma resource" lists for the processes. The kernel keeps the thread that made a resource, and calls
+// its number the pid: all threads of a process count.
 func rdmaResources(pids ...int) (resources, error) {
 	r := make(resources)
+	owners := make(map[string]bool)
+	for _, pid := range pids {
+		threads, _ := os.ReadDir(fmt.Sprintf("/proc/%d/task", pid))
+		for _, thread := range threads {
+			owners[thread.Name()] = true
+		}
+	}
 	for _, kind := range resourceKinds {
 		out, err := exec.Command("rdma", "resource", "show", kind).Output()
 		if err != nil {
 			return nil, fmt.Errorf("rdma resource show %s: %w", kind, err)
 		}
-		for _, pid := range pids {
-			r[kind] += strings.Count(string(out), " pid "+strconv.Itoa(pid)+" ")
+		for line := range strings.Lines(string(out)) {
+			if _, after, ok := strings.Cut(line, " pid "); ok && owners[strings.Fields(after)[0]] {
+				r[kind]++
+			}
 		}
 	}
 	return r, nil
@@ -180,9 +190,22 @@ func (k *soak) minute(at time.Duration) {
 	k.minuteAt = at
 	k.mu.Unlock()
 	counters := deviceCounters()
-	k.logf("MINUTE %s: %.0f operations/s, %d errors | RSS %s, fds %d, threads %d, goroutines %d | RDMA %s | device: %s", clock(at),
-		float64(ops)/d.Seconds(), failures, mib(s.rss), s.fds, s.threads, s.goroutines, text, changed(k.minuteCounters, counters))
+	k.logf("MINUTE %s: %.0f operations/s, %d errors | RSS %s, fds %d, threads %d, goroutines %d | RDMA %s | device: %s | "+
+		"memory of the machine: %s left", clock(at), float64(ops)/d.Seconds(), failures, mib(s.rss), s.fds, s.threads, s.goroutines,
+		text, changed(k.minuteCounters, counters), mib(memoryLeft()))
 	k.minuteCounters = counters
+}
+
+// memoryLeft returns how much memory the machine has left.
+func memoryLeft() int64 {
+	text, _ := os.ReadFile("/proc/meminfo")
+	for line := range strings.Lines(string(text)) {
+		if fields := strings.Fields(line); len(fields) > 1 && fields[0] == "MemAvailable:" {
+			kib, _ := strconv.ParseInt(fields[1], 10, 64)
+			return kib << 10
+		}
+	}
+	return 0
 }
 
 func clock(d time.Duration) string {

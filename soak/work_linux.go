@@ -74,7 +74,7 @@ func (s *side) open() error {
 	var err error
 	make := func(change func(*valkey.ClientOption)) (c valkey.Client) {
 		o := valkey.ClientOption{DialCtxFn: dial, ClientName: clientName, ForceSingleClient: !s.cluster,
-			BlockingPoolSize: 24, BlockingPoolCleanup: 30 * time.Second, CacheSizeEachConn: 16 << 20, ConnWriteTimeout: 30 * time.Second}
+			BlockingPoolSize: 24, BlockingPoolCleanup: time.Minute, CacheSizeEachConn: 16 << 20, ConnWriteTimeout: 30 * time.Second}
 		o.Dialer.Timeout, o.Dialer.KeepAlive = 20*time.Second, 5*time.Second
 		for _, server := range s.servers {
 			o.InitAddress = append(o.InitAddress, server.addr)
@@ -88,7 +88,7 @@ func (s *side) open() error {
 	s.auto = make(func(*valkey.ClientOption) {})
 	s.single = make(func(o *valkey.ClientOption) { o.DisableAutoPipelining = true })
 	s.resp2 = make(func(o *valkey.ClientOption) { o.AlwaysRESP2, o.DisableCache = true, true })
-	s.brief = make(func(o *valkey.ClientOption) { o.ConnLifetime = 5 * time.Second })
+	s.brief = make(func(o *valkey.ClientOption) { o.ConnLifetime = 15 * time.Second })
 	s.listen = make(func(o *valkey.ClientOption) { o.DisableRetry = true })
 	s.slow = make(func(o *valkey.ClientOption) { o.DisableRetry = true })
 	return err
@@ -178,12 +178,14 @@ func (w *worker) check(s *side, err error) {
 	}
 }
 
+// Connections that are closed, as by cancelledPop, are rare among the jobs: Valkey up to 9.1.2 keeps a completion queue and a
+// protection domain of each until it ends.
 var jobs = []struct {
 	weight int
 	do     func(*worker, *lane)
 }{
-	{30, (*worker).setGet}, {8, (*worker).largeValue}, {12, (*worker).many}, {15, (*worker).increment}, {6, (*worker).certainIncrement},
-	{8, (*worker).compareAndSet}, {8, (*worker).pop}, {4, (*worker).cancelledPop}, {8, (*worker).lua}, {8, (*worker).cache},
+	{33, (*worker).setGet}, {8, (*worker).largeValue}, {12, (*worker).many}, {15, (*worker).increment}, {6, (*worker).certainIncrement},
+	{8, (*worker).compareAndSet}, {8, (*worker).pop}, {1, (*worker).cancelledPop}, {8, (*worker).lua}, {8, (*worker).cache},
 	{10, (*worker).publish},
 }
 
@@ -450,7 +452,7 @@ func (w *worker) pop(l *lane) {
 	q := &l.queue
 	seq, exact := q.next(), l.exact()
 	value := valkey.BinaryString(makeValue(q.key, seq, w.size()/4))
-	cancelled := w.rng.IntN(10) == 0
+	cancelled := w.rng.IntN(20) == 0
 	var popped []byte
 	var none, failed bool
 	done := make(chan struct{})
@@ -628,7 +630,7 @@ func (k *soak) subscribe(ctx context.Context, s subscription, rng *rand.Rand) {
 		begin := time.Now()
 		from := make(map[string]*listener)
 		last := make(map[string]time.Time)
-		command := s.client.B().Arbitrary(s.command).Keys(s.channel).Build()
+		var command valkey.Completed
 		switch s.command {
 		case "SUBSCRIBE":
 			command = s.client.B().Subscribe().Channel(s.channel).Build()
