@@ -209,6 +209,34 @@ func (l *listener) heard(seq uint64, unacked func(uint64) bool) (missing uint64,
 	return missing, nil
 }
 
+// unordered checks messages that come by several ways and so in any order, but once: what a cluster passes on between nodes.
+type unordered struct {
+	seen    map[uint64]bool
+	highest uint64
+}
+
+// unorderedBy is how late a message may be before it is no longer compared.
+const unorderedBy = 1000
+
+func (u *unordered) heard(seq uint64) error {
+	if u.seen == nil {
+		u.seen = make(map[uint64]bool)
+	}
+	if u.seen[seq] {
+		return fmt.Errorf("message %d came twice", seq)
+	}
+	u.seen[seq] = true
+	u.highest = max(u.highest, seq)
+	if len(u.seen) > 2*unorderedBy {
+		for s := range u.seen {
+			if s+unorderedBy < u.highest {
+				delete(u.seen, s)
+			}
+		}
+	}
+	return nil
+}
+
 var (
 	addresses = regexp.MustCompile(`\[?[0-9a-fA-F:.]*\d[.:][0-9a-fA-F:.]*\d\]?(:\d+)?`)
 	numbers   = regexp.MustCompile(`\b(0x)?[0-9a-f]*\d[0-9a-f]*\b`)

@@ -102,6 +102,21 @@ func TestListener(t *testing.T) {
 	require.Error(t, err)
 }
 
+func TestUnordered(t *testing.T) {
+	var u unordered
+	for _, seq := range []uint64{2, 1, 3} {
+		require.NoError(t, u.heard(seq))
+	}
+	require.Error(t, u.heard(1))
+	for seq := range uint64(5 * unorderedBy) {
+		if seq > 3 {
+			require.NoError(t, u.heard(seq))
+		}
+	}
+	require.LessOrEqual(t, len(u.seen), 2*unorderedBy)
+	require.Error(t, u.heard(u.highest))
+}
+
 func TestNormal(t *testing.T) {
 	require.Equal(t, "read rdma ADDR->ADDR: EOF", normal("read rdma 10.0.0.1:4711->10.0.0.2:6378: EOF"))
 	require.Equal(t, normal("MOVED 12 10.0.0.1:7400"), normal("MOVED 9999 10.0.0.2:7401"))

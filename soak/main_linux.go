@@ -104,18 +104,17 @@ func (k *soak) run(host string, seed uint64, goroutines int, interrupt <-chan os
 	if err := k.warm(); err != nil {
 		return err
 	}
-	stopWatch, watched := make(chan struct{}), make(chan struct{})
+	stopWatch := make(chan struct{})
+	var watching sync.WaitGroup
 	for id := range goroutines - len(k.subscriptions()) {
 		k.workers = append(k.workers, &worker{soak: k, id: id, rng: rand.New(rand.NewPCG(seed, uint64(id)+1)), acked: make(epochs),
 			lanes: [2]*lane{newLane(k.alone, id), newLane(k.cluster, id)}})
 	}
-	go func() {
-		defer close(watched)
-		k.watch(stopWatch)
-	}()
+	watching.Go(func() { k.watch(stopWatch) })
+	watching.Go(func() { k.beat(stopWatch) })
 	err := k.work(seed, interrupt)
 	close(stopWatch)
-	<-watched
+	watching.Wait()
 	if err != nil {
 		return err
 	}

@@ -86,43 +86,54 @@ func changed(before, now map[string]int64) string {
 	return strings.Join(b, ", ")
 }
 
-// watch takes samples, prints progress and minutes, and ends the process if something hangs.
+const heartbeat = 500 * time.Millisecond
+
+// beat keeps the time that was calm, and finds out when the process was stopped or the machine stood still: neither is a failure of RDMA.
+func (k *soak) beat(stop <-chan struct{}) {
+	ticker := time.NewTicker(heartbeat)
+	defer ticker.Stop()
+	for last := time.Now(); ; {
+		select {
+		case <-stop:
+			return
+		case <-ticker.C:
+		}
+		gap := time.Since(last)
+		last = time.Now()
+		if gap > 5*time.Second {
+			k.count(&k.notes, "times the process stood still for more than 5 s")
+		}
+		for _, s := range k.sides() {
+			if gap > 5*time.Second {
+				s.weather.begin()
+				s.weather.over()
+			}
+			s.weather.tick(gap)
+		}
+		k.lookForHangs()
+	}
+}
+
+// watch takes samples, and prints progress and minutes.
 func (k *soak) watch(stop <-chan struct{}) {
-	const tick = 500 * time.Millisecond
-	ticker := time.NewTicker(tick)
+	ticker := time.NewTicker(heartbeat)
 	defer ticker.Stop()
 	every := 10 * time.Second
 	if k.terminal {
 		every = time.Second
 	}
-	last := time.Now()
-	var nextSample, nextLine, nextMinute time.Duration
-	nextMinute = k.every
+	var nextSample, nextLine time.Duration
+	nextMinute := k.every
 	for {
 		select {
 		case <-stop:
 			return
 		case <-ticker.C:
 		}
-		now := time.Now()
-		gap := now.Sub(last)
-		last = now
-		if gap > 5*time.Second {
-			// The process was stopped, or the machine stood still: neither is a failure of RDMA.
-			k.count(&k.notes, "times the process stood still for more than 5 s")
-			for _, s := range k.sides() {
-				s.weather.begin()
-				s.weather.over()
-			}
-		}
-		for _, s := range k.sides() {
-			s.weather.tick(gap)
-		}
-		k.lookForHangs()
 		if !k.working.Load() {
 			continue
 		}
-		at := now.Sub(k.begin)
+		at := time.Since(k.begin)
 		if at >= nextSample {
 			k.samples = append(k.samples, measure(at))
 			nextSample = at + 2*time.Second
