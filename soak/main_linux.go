@@ -36,8 +36,10 @@ type soak struct {
 	samples        []sample
 	ending         ending
 
-	minuteAt, progressAt time.Duration
-	minuteCounters       map[string]int64
+	printing       sync.Mutex // guards what minute keeps
+	minuteAt       time.Duration
+	minuteCounters map[string]int64
+	progressAt     time.Duration
 
 	mu                                     sync.Mutex
 	operations, failures                   int64
@@ -260,9 +262,7 @@ func (k *soak) work(seed uint64, interrupt <-chan os.Signal) error {
 	working.Wait()
 	at := time.Since(k.begin)
 	k.progress(at)
-	if at > k.minuteAt+k.every/2 {
-		k.minute(at)
-	}
+	k.minute(at)
 	k.working.Store(false)
 	k.in("the last message")
 	cancel()

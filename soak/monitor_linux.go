@@ -188,6 +188,11 @@ func (k *soak) progress(at time.Duration) {
 
 // minute is a line about all that should stay flat.
 func (k *soak) minute(at time.Duration) {
+	k.printing.Lock()
+	defer k.printing.Unlock()
+	if at < k.minuteAt+k.every/2 { // the last one, when the time is over
+		return
+	}
 	s := measure(at)
 	r, err := rdmaResources(os.Getpid())
 	text := r.String()
