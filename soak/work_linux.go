@@ -105,8 +105,15 @@ func (s *side) close() {
 	s.auto, s.single, s.resp2, s.brief, s.listen, s.slow = nil, nil, nil, nil, nil, nil
 }
 
+// any returns a client for commands that may be executed twice: valkey-go 1.0.79 sends a command once more, also a write, when
+// its connection reaches its ConnLifetime and no reply has come for a second.
 func (s *side) any(rng *rand.Rand) valkey.Client {
 	return []valkey.Client{s.auto, s.auto, s.single, s.resp2, s.brief}[rng.IntN(5)]
+}
+
+// once returns a client for all others.
+func (s *side) once(rng *rand.Rand) valkey.Client {
+	return []valkey.Client{s.auto, s.single, s.resp2}[rng.IntN(3)]
 }
 
 // A lane is what a worker has on a side: it alone writes these keys.
@@ -221,6 +228,15 @@ func (w *worker) wrote(c *cell, seq, epoch uint64, err error) {
 	}
 }
 
+// twice notes that a write may have been executed twice, once late: see side.any.
+func (c *cell) twice(s *side, client valkey.Client, seq uint64, begin time.Time) {
+	if client == s.brief && time.Since(begin) > 500*time.Millisecond {
+		c.wrote(seq, errTwice)
+	}
+}
+
+var errTwice = errors.New("it may have been sent twice")
+
 // checkRead checks a value read of a cell.
 func (w *worker) checkRead(l *lane, c *cell, b []byte, err error) {
 	missing := valkey.IsValkeyNil(err)
@@ -245,10 +261,12 @@ func (w *worker) size() int {
 func (w *worker) write(l *lane, client valkey.Client, kind string, c *cell, size int) error {
 	seq, epoch := c.next(), l.epoch.Load()
 	value := valkey.BinaryString(makeValue(c.key, seq, size))
+	begin := time.Now()
 	err := w.call(l.side, kind, func(ctx context.Context) error {
 		return client.Do(ctx, client.B().Set().Key(c.key).Value(value).Build()).Error()
 	})
 	w.wrote(c, seq, epoch, err)
+	c.twice(l.side, client, seq, begin)
 	return err
 }
 
@@ -306,6 +324,7 @@ func (w *worker) many(l *lane) {
 	cells := l.small[:2+w.rng.IntN(smallKeys-1)]
 	seqs, epoch := make([]uint64, len(cells)), l.epoch.Load()
 	errs := make([]error, len(cells))
+	begin := time.Now()
 	_ = w.call(l.side, "DoMulti SET", func(ctx context.Context) error {
 		var multi []valkey.Completed
 		for i := range cells {
@@ -320,6 +339,7 @@ func (w *worker) many(l *lane) {
 	})
 	for i := range cells {
 		w.wrote(&cells[i], seqs[i], epoch, errs[i])
+		cells[i].twice(l.side, client, seqs[i], begin)
 	}
 	values := make([][]byte, len(cells))
 	_ = w.call(l.side, "DoMulti GET", func(ctx context.Context) error {
@@ -353,7 +373,7 @@ func unique(errs []error) (some []error) {
 }
 
 func (w *worker) increment(l *lane) {
-	client := l.any(w.rng)
+	client := l.once(w.rng)
 	l.plain.attempted++
 	var n uint64
 	err := w.call(l.side, "INCR", func(ctx context.Context) (err error) {
@@ -374,7 +394,7 @@ func (w *worker) certainIncrement(l *lane) {
 		w.increment(l)
 		return
 	}
-	client := []valkey.Client{l.auto, l.single, l.resp2}[w.rng.IntN(3)]
+	client := l.once(w.rng)
 	l.certain.attempted++
 	_ = w.call(l.side, "INCR and WAIT", func(ctx context.Context) error {
 		return client.Dedicated(func(d valkey.DedicatedClient) error {
@@ -398,7 +418,7 @@ func (w *worker) compareAndSet(l *lane) {
 	tag := fmt.Sprintf("soak:{cas%d}:", group)
 	a, b := tag+"a", tag+"b"
 	state := &l.cas[group]
-	client := []valkey.Client{l.auto, l.single, l.resp2}[w.rng.IntN(3)]
+	client := l.once(w.rng)
 	l.casMu.Lock()
 	floor := state.acked
 	l.casMu.Unlock()
@@ -451,7 +471,7 @@ func (w *worker) compareAndSet(l *lane) {
 
 // pop waits for an element that is pushed while it waits.
 func (w *worker) pop(l *lane) {
-	client, pusher := l.any(w.rng), l.any(w.rng)
+	client, pusher := l.once(w.rng), l.once(w.rng)
 	q := &l.queue
 	seq, exact := q.next(), l.exact()
 	value := valkey.BinaryString(makeValue(q.key, seq, w.size()/4))
@@ -501,7 +521,7 @@ func (w *worker) pop(l *lane) {
 
 // cancelledPop waits for what never comes, and is cancelled.
 func (w *worker) cancelledPop(l *lane) {
-	client := l.any(w.rng)
+	client := l.once(w.rng)
 	begin := time.Now()
 	w.busy.Store(&busy{l.name + ": BLPOP to be cancelled", begin})
 	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(5+w.rng.IntN(200))*time.Millisecond)
@@ -523,7 +543,7 @@ redis.call('SET', KEYS[2], ARGV[1])
 return {n, redis.sha1hex(ARGV[1]), redis.call('GET', KEYS[2])}`)
 
 func (w *worker) lua(l *lane) {
-	client := l.any(w.rng)
+	client := l.once(w.rng)
 	seq, epoch := l.inScript.next(), l.epoch.Load()
 	value := makeValue(l.inScript.key, seq, w.size()/8)
 	l.script.attempted++
@@ -605,7 +625,7 @@ func (w *worker) publish(l *lane) {
 	seq := l.messages[channel]
 	key := fmt.Sprintf("%s:by:%d", channel, w.id)
 	l.published.set(key, seq, true)
-	client := l.any(w.rng)
+	client := l.once(w.rng)
 	message := valkey.BinaryString(makeValue(key, seq, min(w.size(), 16<<10)))
 	err := w.call(l.side, kind, func(ctx context.Context) error {
 		if sharded {
