@@ -139,6 +139,12 @@ type queue struct {
 	excuse uint64 // how many elements pops that were cancelled or failed may have taken
 }
 
+// uncertain tells whether the push of an element failed. Such an element is in maybe, with false once it was popped.
+func (q *queue) uncertain(seq uint64) bool {
+	_, ok := q.maybe[seq]
+	return ok
+}
+
 // popped checks an element. exact as in cell.read.
 func (q *queue) popped(b []byte, exact bool) error {
 	key, seq, err := checkValue(b)
@@ -150,15 +156,18 @@ func (q *queue) popped(b []byte, exact bool) error {
 	case !exact:
 		q.last = max(q.last, seq)
 		return nil
-	case q.maybe[seq]: // its push failed: it may come at any time
-		delete(q.maybe, seq)
+	case q.uncertain(seq): // its push failed: it may come at any time, but once
+		if !q.maybe[seq] {
+			return fmt.Errorf("%s: element %d was popped twice", q.key, seq)
+		}
+		q.maybe[seq] = false
 		return nil
 	case seq <= q.last:
 		return fmt.Errorf("%s: element %d was popped after %d", q.key, seq, q.last)
 	}
 	var skipped uint64
 	for s := q.last + 1; s < seq; s++ {
-		if !q.maybe[s] {
+		if !q.uncertain(s) {
 			skipped++
 		}
 	}
@@ -174,7 +183,7 @@ func (q *queue) popped(b []byte, exact bool) error {
 func (q *queue) empty(exact bool) error {
 	var missing uint64
 	for s := q.last + 1; s <= q.seq; s++ {
-		if !q.maybe[s] {
+		if !q.uncertain(s) {
 			missing++
 		}
 	}

@@ -83,7 +83,12 @@ func TestQueue(t *testing.T) {
 	q.wrote(q.next(), nil)
 	require.NoError(t, q.popped(element(8), true))
 	require.NoError(t, q.popped(element(7), true), "late")
-	require.Error(t, q.popped(element(9), false), "never pushed")
+	require.Error(t, q.popped(element(7), true), "twice")
+	q.wrote(q.next(), errors.New("lost"))
+	q.wrote(q.next(), nil)
+	require.NoError(t, q.popped(element(9), true), "in time, after all")
+	require.NoError(t, q.popped(element(10), true), "and nothing is missing")
+	require.Error(t, q.popped(element(11), false), "never pushed")
 }
 
 func TestListener(t *testing.T) {
