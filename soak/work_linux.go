@@ -41,13 +41,13 @@ type side struct {
 	published publishedNumbers
 }
 
-// publishedNumbers holds the numbers of messages that may be lost or late, because their PUBLISH is under way or failed.
+// publishedNumbers holds the numbers of messages that may be lost or late, because their PUBLISH failed.
 type publishedNumbers struct {
 	mu      sync.Mutex
 	unacked map[string]map[uint64]bool
 }
 
-func (p *publishedNumbers) set(key string, seq uint64, unacked bool) {
+func (p *publishedNumbers) failed(key string, seq uint64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.unacked == nil {
@@ -56,11 +56,7 @@ func (p *publishedNumbers) set(key string, seq uint64, unacked bool) {
 	if p.unacked[key] == nil {
 		p.unacked[key] = make(map[uint64]bool)
 	}
-	if unacked {
-		p.unacked[key][seq] = true
-	} else {
-		delete(p.unacked[key], seq)
-	}
+	p.unacked[key][seq] = true
 }
 
 func (p *publishedNumbers) has(key string, seq uint64) bool {
@@ -624,7 +620,6 @@ func (w *worker) publish(l *lane) {
 	l.messages[channel]++
 	seq := l.messages[channel]
 	key := fmt.Sprintf("%s:by:%d", channel, w.id)
-	l.published.set(key, seq, true)
 	client := l.once(w.rng)
 	message := valkey.BinaryString(makeValue(key, seq, min(w.size(), 16<<10)))
 	err := w.call(l.side, kind, func(ctx context.Context) error {
@@ -633,8 +628,8 @@ func (w *worker) publish(l *lane) {
 		}
 		return client.Do(ctx, client.B().Publish().Channel(channel).Message(message).Build()).Error()
 	})
-	if err == nil {
-		l.published.set(key, seq, false)
+	if err != nil {
+		l.published.failed(key, seq) // before the next one is sent
 	}
 }
 
