@@ -20,6 +20,7 @@ import (
 	"time"
 
 	"github.com/valkeyrdma/valkeyrdma"
+	"github.com/valkeyrdma/valkeyrdma/internal/rdmatest"
 )
 
 type soak struct {
@@ -175,14 +176,14 @@ func (k *soak) warm() error {
 		}
 		s.close()
 	}
-	if _, err := rdmaResources(os.Getpid()); err != nil {
+	if _, err := rdmatest.Resources(os.Getpid()); err != nil {
 		return err
 	}
 	// A dial and a Close go on in the background for a while.
 	time.Sleep(3 * time.Second)
 	var err error
 	k.ending.before = k.rest()
-	k.ending.rdmaBefore, err = rdmaResources(os.Getpid())
+	k.ending.rdmaBefore, err = rdmatest.Resources(os.Getpid())
 	k.logf("at the start: %s", describe(k.ending.before, k.ending.rdmaBefore))
 	return err
 }
@@ -289,7 +290,7 @@ func (k *soak) settle() error {
 	before, err := k.ending.rdmaBefore, error(nil)
 	for begin := time.Now(); ; time.Sleep(time.Second) {
 		k.ending.after = k.rest()
-		if k.ending.rdmaAfter, err = rdmaResources(os.Getpid()); err != nil {
+		if k.ending.rdmaAfter, err = rdmatest.Resources(os.Getpid()); err != nil {
 			return err
 		}
 		// A dial that was given up goes on for up to 30 s.
@@ -303,9 +304,9 @@ func (k *soak) settle() error {
 			pids = append(pids, s.pid())
 		}
 	}
-	servers, err := rdmaResources(pids...)
+	servers, err := rdmatest.Resources(pids...)
 	k.logf("at the start: %s\nat the end:   %s\nthe servers, which listen: RDMA %v", describe(k.ending.before, before),
-		describe(k.ending.after, k.ending.rdmaAfter), servers)
+		describe(k.ending.after, k.ending.rdmaAfter), resources(servers))
 	var heap runtime.MemStats
 	runtime.ReadMemStats(&heap)
 	k.logf("of the RSS at the end Go's heap is %s in use; Go has %s of the system", mib(int64(heap.HeapInuse)), mib(int64(heap.Sys-heap.HeapReleased)))

@@ -4,13 +4,14 @@ import (
 	"fmt"
 	"maps"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"runtime"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/valkeyrdma/valkeyrdma/internal/rdmatest"
 )
 
 // measure returns what this process uses now.
@@ -26,31 +27,6 @@ func measure(at time.Duration) sample {
 		s.rss = pages * int64(os.Getpagesize())
 	}
 	return s
-}
-
-// rdmaResources returns what "rdma resource" lists for the processes. The kernel keeps the thread that made a resource, and calls
-// its number the pid: all threads of a process count.
-func rdmaResources(pids ...int) (resources, error) {
-	r := make(resources)
-	owners := make(map[string]bool)
-	for _, pid := range pids {
-		threads, _ := os.ReadDir(fmt.Sprintf("/proc/%d/task", pid))
-		for _, thread := range threads {
-			owners[thread.Name()] = true
-		}
-	}
-	for _, kind := range resourceKinds {
-		out, err := exec.Command("rdma", "resource", "show", kind).Output()
-		if err != nil {
-			return nil, fmt.Errorf("rdma resource show %s: %w", kind, err)
-		}
-		for line := range strings.Lines(string(out)) {
-			if _, after, ok := strings.Cut(line, " pid "); ok && owners[strings.Fields(after)[0]] {
-				r[kind]++
-			}
-		}
-	}
-	return r, nil
 }
 
 func (r resources) String() string {
@@ -194,8 +170,8 @@ func (k *soak) minute(at time.Duration) {
 		return
 	}
 	s := measure(at)
-	r, err := rdmaResources(os.Getpid())
-	text := r.String()
+	r, err := rdmatest.Resources(os.Getpid())
+	text := resources(r).String()
 	if err != nil {
 		text = err.Error()
 	}
