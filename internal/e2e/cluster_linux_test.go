@@ -1,0 +1,455 @@
+//go:build linux && cgo
+
+package e2e
+
+import (
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"github.com/valkey-io/valkey-go"
+)
+
+// A cluster of three masters and three replicas.
+type cluster struct {
+	nodes []*server
+	ids   map[*server]string
+}
+
+// startCluster makes the cluster as "valkey-cli --cluster create" does. A node is declared dead only after a long time, so that a
+// machine that is busy with other things does not start failovers; the test of failovers lowers that.
+func startCluster(t testing.TB, offset int) *cluster {
+	t.Helper()
+	c := &cluster{ids: map[*server]string{}}
+	for range 6 {
+		s := start(t, offset, "--cluster-enabled", "yes", "--cluster-node-timeout", "30000", "--cluster-allow-replica-migration", "no",
+			"--cluster-replica-validity-factor", "0")
+		c.nodes = append(c.nodes, s)
+		c.ids[s] = s.do("CLUSTER", "MYID")
+	}
+	for i, s := range c.nodes {
+		s.do("CLUSTER", "SET-CONFIG-EPOCH", strconv.Itoa(i+1))
+		if i < 3 {
+			s.do("CLUSTER", "ADDSLOTSRANGE", strconv.Itoa(16384*i/3), strconv.Itoa(16384*(i+1)/3-1))
+		}
+		if i > 0 {
+			h, p, _ := net.SplitHostPort(c.nodes[0].addr)
+			s.do("CLUSTER", "MEET", h, p)
+		}
+	}
+	eventually(t, "all nodes know each other", func() bool {
+		return !slices.ContainsFunc(c.nodes, func(s *server) bool {
+			return s.info("cluster_known_nodes", "CLUSTER", "INFO") != "6" || strings.Contains(s.do("CLUSTER", "NODES"), "handshake")
+		})
+	})
+	for i := range 3 {
+		c.nodes[3+i].do("CLUSTER", "REPLICATE", c.ids[c.nodes[i]])
+	}
+	c.awaitWhole(t)
+	return c
+}
+
+func (c *cluster) addrs() []string {
+	var addrs []string
+	for _, s := range c.nodes {
+		addrs = append(addrs, s.addr)
+	}
+	return addrs
+}
+
+// A shard is a range of slots and who serves it, the master first.
+type shard struct {
+	from, to int64
+	nodes    []*server
+}
+
+// shards is what one node thinks of the cluster; nodes that failed are not in it.
+func (c *cluster) shards(s *server) []shard {
+	m, err := s.try("CLUSTER", "SLOTS")
+	if err != nil {
+		return nil
+	}
+	ranges, _ := m.ToArray()
+	var shards []shard
+	for _, r := range ranges {
+		fields, _ := r.ToArray()
+		from, _ := fields[0].AsInt64()
+		to, _ := fields[1].AsInt64()
+		sh := shard{from: from, to: to}
+		for _, f := range fields[2:] {
+			node, _ := f.ToArray()
+			port, _ := node[1].AsInt64()
+			i := slices.IndexFunc(c.nodes, func(s *server) bool { return s.port() == strconv.FormatInt(port, 10) })
+			sh.nodes = append(sh.nodes, c.nodes[i])
+		}
+		shards = append(shards, sh)
+	}
+	return shards
+}
+
+// awaitWhole waits until all agree on three masters with a replica each, which has all of the master's data.
+func (c *cluster) awaitWhole(t testing.TB) {
+	t.Helper()
+	eventually(t, "the cluster is whole", func() bool {
+		for _, s := range c.nodes {
+			shards := c.shards(s)
+			masters := map[*server]bool{}
+			for _, sh := range shards {
+				if len(sh.nodes) != 2 || sh.nodes[1].info("master_link_status") != "up" {
+					return false
+				}
+				masters[sh.nodes[0]] = true
+			}
+			if len(masters) != 3 || s.info("cluster_state", "CLUSTER", "INFO") != "ok" {
+				return false
+			}
+		}
+		return true
+	})
+}
+
+// serving returns master and replica of a slot.
+func (c *cluster) serving(t testing.TB, slot int64) (master, replica *server) {
+	t.Helper()
+	for _, sh := range c.shards(c.nodes[0]) {
+		if sh.from <= slot && slot <= sh.to {
+			return sh.nodes[0], sh.nodes[1]
+		}
+	}
+	require.FailNow(t, "nobody serves slot", "%d", slot)
+	return nil, nil
+}
+
+func (c *cluster) slot(t testing.TB, key string) int64 {
+	t.Helper()
+	slot, err := strconv.ParseInt(c.nodes[0].do("CLUSTER", "KEYSLOT", key), 10, 64)
+	require.NoError(t, err)
+	return slot
+}
+
+// masters are those who serve slots, each once.
+func (c *cluster) masters() (masters, replicas []*server) {
+	for _, sh := range c.shards(c.nodes[0]) {
+		if !slices.Contains(masters, sh.nodes[0]) {
+			masters, replicas = append(masters, sh.nodes[0]), append(replicas, sh.nodes[1:]...)
+		}
+	}
+	return masters, replicas
+}
+
+// A migration takes one slot to another master, in steps, as "valkey-cli --cluster reshard" does.
+type migration struct {
+	c        *cluster
+	slot     int64
+	from, to *server
+}
+
+func (m migration) begin() {
+	m.to.do("CLUSTER", "SETSLOT", strconv.FormatInt(m.slot, 10), "IMPORTING", m.c.ids[m.from])
+	m.from.do("CLUSTER", "SETSLOT", strconv.FormatInt(m.slot, 10), "MIGRATING", m.c.ids[m.to])
+}
+
+func (m migration) moveKeys() {
+	host, port, _ := net.SplitHostPort(m.to.addr)
+	for {
+		found, err := m.from.try("CLUSTER", "GETKEYSINSLOT", strconv.FormatInt(m.slot, 10), "10")
+		require.NoError(m.from.t, err)
+		keys, err := found.AsStrSlice()
+		require.NoError(m.from.t, err)
+		if len(keys) == 0 {
+			return
+		}
+		m.from.do(append([]string{"MIGRATE", host, port, "", "0", "20000", "KEYS"}, keys...)...)
+	}
+}
+
+func (m migration) end() {
+	masters, _ := m.c.masters()
+	// The new master first: between the two no node may claim that nobody has the slot.
+	for _, s := range append([]*server{m.to, m.from}, masters...) {
+		s.do("CLUSTER", "SETSLOT", strconv.FormatInt(m.slot, 10), "NODE", m.c.ids[m.to])
+	}
+}
+
+func TestCluster(t *testing.T) {
+	t.Run("same ports", func(t *testing.T) {
+		watchdog(t, 15*time.Minute)
+		c := startCluster(t, 0)
+		c.test(t, overRDMA)
+		c.test(t, overTCP)
+	})
+	t.Run("other ports", func(t *testing.T) {
+		watchdog(t, 15*time.Minute)
+		startCluster(t, overOtherPort.offset).test(t, overOtherPort)
+	})
+}
+
+func (c *cluster) test(t *testing.T, tr transport) {
+	for _, test := range []struct {
+		name string
+		run  func(*cluster, *testing.T, transport)
+	}{
+		{"slots", (*cluster).testSlots},
+		{"replicas", (*cluster).testReplicas},
+		{"sharded pub/sub", (*cluster).testShardedPubSub},
+		{"redirects", (*cluster).testRedirects},
+		{"resharding", (*cluster).testResharding},
+		{"example", (*cluster).testExample},
+		{"failover", (*cluster).testFailover},
+	} {
+		t.Run(tr.name+"/"+test.name, func(t *testing.T) { test.run(c, t, tr) })
+	}
+}
+
+func (c *cluster) connect(t testing.TB, tr transport, opt valkey.ClientOption) (valkey.Client, *dials) {
+	t.Helper()
+	opt.InitAddress = c.addrs()
+	client, d := connect(t, tr, opt)
+	require.Equal(t, valkey.ClientModeCluster, client.Mode())
+	return client, d
+}
+
+// One DoMulti reaches all masters, and its answers come in the order of the commands.
+func (c *cluster) testSlots(t *testing.T, tr transport) {
+	ctx := within(t, patience)
+	client, d := c.connect(t, tr, valkey.ClientOption{})
+	const n = 300
+	key := func(i int) string { return fmt.Sprintf("slots:%d", i) }
+	var sets, gets valkey.Commands
+	var cached []valkey.CacheableTTL
+	var keys []string
+	for i := range n {
+		sets = append(sets, client.B().Set().Key(key(i)).Value(fmt.Sprint(tr.name, i)).Build())
+		gets = append(gets, client.B().Get().Key(key(i)).Build())
+		cached = append(cached, valkey.CT(client.B().Get().Key(key(i)).Cache(), time.Minute))
+		keys = append(keys, key(i))
+	}
+	for _, r := range client.DoMulti(ctx, sets...) {
+		require.NoError(t, r.Error())
+	}
+	for _, results := range [][]valkey.ValkeyResult{client.DoMulti(ctx, gets...), client.DoMultiCache(ctx, cached...)} {
+		require.Len(t, results, n)
+		for i, r := range results {
+			value, err := r.ToString()
+			require.NoError(t, err)
+			require.Equal(t, fmt.Sprint(tr.name, i), value)
+		}
+	}
+	found, err := valkey.MGet(client, ctx, keys)
+	require.NoError(t, err)
+	require.Len(t, found, n)
+	masters, _ := c.masters()
+	for _, s := range masters {
+		d.requireVia(t, tr, s.addr)
+	}
+}
+
+// SendToReplicas sends what only reads to replicas, and nothing else.
+func (c *cluster) testReplicas(t *testing.T, tr transport) {
+	ctx := within(t, patience)
+	client, d := c.connect(t, tr, valkey.ClientOption{
+		SendToReplicas: func(cmd valkey.Completed) bool { return cmd.IsReadOnly() },
+	})
+	const n = 60
+	masters, replicas := c.masters()
+	gets := func(servers []*server) (sum int) {
+		for _, s := range servers {
+			sum += s.calls("get")
+		}
+		return sum
+	}
+	for i := range n {
+		require.NoError(t, replicated(ctx, client, fmt.Sprintf("replicas:%d", i), tr.name))
+	}
+	onMasters, onReplicas := gets(masters), gets(replicas)
+	for i := range n {
+		value, err := client.Do(ctx, client.B().Get().Key(fmt.Sprintf("replicas:%d", i)).Build()).ToString()
+		require.NoError(t, err)
+		require.Equal(t, tr.name, value)
+	}
+	require.Equal(t, onMasters, gets(masters))
+	require.Equal(t, onReplicas+n, gets(replicas))
+	for _, s := range replicas {
+		d.requireVia(t, tr, s.addr)
+	}
+}
+
+func (c *cluster) testShardedPubSub(t *testing.T, tr transport) {
+	ctx := within(t, patience)
+	client, d := c.connect(t, tr, valkey.ClientOption{})
+	master, _ := c.serving(t, c.slot(t, "shard channel"))
+	const n = 200
+	received := make(chan string, n)
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		err := client.Receive(ctx, client.B().Ssubscribe().Channel("shard channel").Build(), func(m valkey.PubSubMessage) {
+			received <- m.Message
+		})
+		assert.NoError(t, err)
+	})
+	eventually(t, "the subscription is there", func() bool {
+		m, err := master.try("PUBSUB", "SHARDNUMSUB", "shard channel")
+		require.NoError(t, err)
+		counts, err := m.AsIntMap()
+		require.NoError(t, err)
+		return counts["shard channel"] == 1
+	})
+	for i := range n {
+		require.NoError(t, client.Do(ctx, client.B().Spublish().Channel("shard channel").Message(strconv.Itoa(i)).Build()).Error())
+	}
+	for i := range n {
+		select {
+		case m := <-received:
+			require.Equal(t, strconv.Itoa(i), m)
+		case <-ctx.Done():
+			require.FailNow(t, "messages are missing", "from number %d on", i)
+		}
+	}
+	d.requireVia(t, tr, master.addr)
+	require.NoError(t, client.Do(ctx, client.B().Sunsubscribe().Channel("shard channel").Build()).Error())
+	wg.Wait()
+}
+
+// ASK and MOVED are followed, each at a time when no other answer is possible.
+func (c *cluster) testRedirects(t *testing.T, tr transport) {
+	ctx := within(t, patience)
+	const key = "redirects"
+	client, d := c.connect(t, tr, valkey.ClientOption{})
+	other, otherD := c.connect(t, tr, valkey.ClientOption{}) // it looks at the topology now, and not again
+	require.NoError(t, plain(ctx, client, key, tr.name))
+	m := migration{c: c, slot: c.slot(t, key)}
+	m.from, _ = c.serving(t, m.slot)
+	masters, _ := c.masters()
+	m.to = masters[(slices.Index(masters, m.from)+1)%3]
+	get := func(client valkey.Client) {
+		t.Helper()
+		value, err := client.Do(ctx, client.B().Get().Key(key).Build()).ToString()
+		require.NoError(t, err)
+		require.Equal(t, tr.name, value)
+	}
+
+	m.begin()
+	m.moveKeys()
+	asks := m.from.errorsOf("ASK")
+	get(client)
+	require.Greater(t, m.from.errorsOf("ASK"), asks)
+	d.requireVia(t, tr, m.from.addr, m.to.addr)
+
+	m.end()
+	moved := m.from.errorsOf("MOVED")
+	get(other)
+	require.Greater(t, m.from.errorsOf("MOVED"), moved)
+	otherD.requireVia(t, tr, m.from.addr, m.to.addr)
+	c.awaitWhole(t)
+}
+
+// Slots change their master under load. INCR shows commands that were lost or done twice, and no caller sees an error.
+func (c *cluster) testResharding(t *testing.T, tr transport) {
+	ctx := within(t, 2*patience)
+	client, _ := c.connect(t, tr, valkey.ClientOption{})
+	const counters = 12
+	key := func(i int) string { return fmt.Sprintf("resharding:%s:%d", tr.name, i) }
+	var counts [counters]int64
+	stop := make(chan struct{})
+	var wg sync.WaitGroup
+	for i := range counters {
+		wg.Go(func() {
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				n, err := client.Do(ctx, client.B().Incr().Key(key(i)).Build()).AsInt64()
+				if !assert.NoError(t, err) || !assert.Equal(t, counts[i]+1, n) {
+					return
+				}
+				counts[i] = n
+			}
+		})
+	}
+	redirects := func() (n int) {
+		for _, s := range c.nodes {
+			n += s.errorsOf("ASK") + s.errorsOf("MOVED")
+		}
+		return n
+	}
+	before := redirects()
+	for i := range counters {
+		m := migration{c: c, slot: c.slot(t, key(i))}
+		m.from, _ = c.serving(t, m.slot)
+		masters, _ := c.masters()
+		m.to = masters[(slices.Index(masters, m.from)+1)%3]
+		m.begin()
+		m.moveKeys()
+		m.end()
+	}
+	close(stop)
+	wg.Wait()
+	require.False(t, t.Failed())
+	require.Greater(t, redirects(), before)
+	for i := range counters {
+		n, err := client.Do(ctx, client.B().Get().Key(key(i)).Build()).AsInt64()
+		require.NoError(t, err)
+		require.Equal(t, counts[i], n)
+	}
+	t.Logf("%d redirects, counters at %d", redirects()-before, counts)
+	c.awaitWhole(t)
+}
+
+// A master is killed under load: its replica takes over, and comes to know it as its own replica when it is back.
+func (c *cluster) testFailover(t *testing.T, tr transport) {
+	client, d := c.connect(t, tr, valkey.ClientOption{})
+	l := startLoad(t, client, "failover:"+tr.name, replicated)
+	l.progress(50)
+	victim, heir := c.serving(t, 0)
+	timeout := func(ms string) {
+		for _, s := range c.nodes {
+			s.do("CONFIG", "SET", "cluster-node-timeout", ms)
+		}
+	}
+	timeout("3000")
+	victim.kill()
+	eventually(t, "the replica is the master", func() bool { return heir.info("role") == "master" })
+	victim.run()
+	c.awaitWhole(t)
+	timeout("30000")
+	l.progress(50)
+	l.finish()
+	require.NotEmpty(t, l.errors)
+	masters, _ := c.masters()
+	for _, s := range masters {
+		d.requireVia(t, tr, s.addr)
+	}
+}
+
+// The example that the README shows works with this cluster.
+func (c *cluster) testExample(t *testing.T, tr transport) {
+	args := []string{"-offset", strconv.Itoa(tr.offset)}
+	if tr.tcp {
+		// Nobody listens for RDMA at this distance, so that each node is reached by falling back.
+		args = []string{"-offset", "20000", "-fallback"}
+	}
+	cmd := exec.Command(lab(t, "VALKEYRDMA_EXAMPLE_CLUSTER"), append(args, c.addrs()...)...)
+	cmd.Env = os.Environ()
+	out, err := cmd.CombinedOutput()
+	require.NoError(t, err, "%s", out)
+	t.Logf("%s", out)
+	masters, _ := c.masters()
+	for _, s := range masters {
+		want := fmt.Sprintf("%s by rdma", s.addr)
+		if tr.tcp {
+			want = fmt.Sprintf("%s by tcp", s.addr)
+		}
+		require.Contains(t, string(out), want)
+	}
+}

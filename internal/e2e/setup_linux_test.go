@@ -1,0 +1,499 @@
+//go:build linux && cgo
+
+package e2e
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime/pprof"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"github.com/valkey-io/valkey-go"
+	"github.com/valkeyrdma/valkeyrdma"
+)
+
+// patience is how long a test waits for what has to happen: long enough for a slow machine that is busy with other things.
+const patience = 90 * time.Second
+
+// lab returns a variable of the laboratory, or skips. "make test" counts a skip inside the laboratory as a failure.
+func lab(t testing.TB, name string) string {
+	t.Helper()
+	v := os.Getenv(name)
+	if v == "" {
+		t.Skipf("needs RDMA and Valkey (%s is not set): run make test, which brings both", name)
+	}
+	return v
+}
+
+// host is the address of the RDMA device, by which servers are reached over TCP as well.
+func host(t testing.TB) string {
+	t.Helper()
+	h, _, err := net.SplitHostPort(lab(t, "VALKEYRDMA_RDMA_ADDR"))
+	require.NoError(t, err)
+	return h
+}
+
+// watchdog ends the process if the test is not over within limit, after it has printed what every goroutine does and the ends of
+// the servers' logs: a hang is the worst bug, and a bare timeout does not explain it.
+func watchdog(t testing.TB, limit time.Duration) {
+	t.Helper()
+	timer := time.AfterFunc(limit, func() {
+		fmt.Fprintf(os.Stderr, "\nWATCHDOG: %s is not over after %v\n", t.Name(), limit)
+		_ = pprof.Lookup("goroutine").WriteTo(os.Stderr, 2)
+		running.Range(func(s, _ any) bool {
+			s := s.(*server)
+			fmt.Fprintf(os.Stderr, "the end of the log of %s:\n%s\n", s.addr, s.logTail())
+			_ = s.cmd.Process.Kill()
+			return true
+		})
+		os.Exit(3)
+	})
+	t.Cleanup(func() { timer.Stop() })
+}
+
+// eventually waits until done, and says what it waited for in vain.
+func eventually(t testing.TB, what string, done func() bool) {
+	t.Helper()
+	for end := time.Now().Add(patience); !done(); time.Sleep(50 * time.Millisecond) {
+		if time.Now().After(end) {
+			require.FailNow(t, "waited in vain", "%s, for %v", what, patience)
+		}
+	}
+}
+
+// within is a context for calls that have to succeed: its end means that they hang.
+func within(t testing.TB, limit time.Duration) context.Context {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// A transport is a way to reach servers. Their addresses, which is what clients and nodes tell each other, are those of TCP.
+type transport struct {
+	name   string
+	tcp    bool
+	offset int // RDMA port less TCP port
+}
+
+var (
+	overRDMA      = transport{name: "rdma"}
+	overOtherPort = transport{name: "rdma on other ports", offset: 1000}
+	overTCP       = transport{name: "tcp", tcp: true}
+)
+
+func (tr transport) dialer() *valkeyrdma.Dialer {
+	switch {
+	case tr.tcp:
+		return &valkeyrdma.Dialer{Route: func(string) (string, string) { return "tcp", "" }}
+	case tr.offset != 0:
+		return &valkeyrdma.Dialer{Route: func(dst string) (string, string) { return "rdma", addPort(dst, tr.offset) }}
+	default:
+		return new(valkeyrdma.Dialer)
+	}
+}
+
+func addPort(addr string, n int) string {
+	host, port, _ := net.SplitHostPort(addr)
+	p, _ := strconv.Atoi(port)
+	return net.JoinHostPort(host, strconv.Itoa(p+n))
+}
+
+// dials keeps the connections that a client makes, so that a test can tell what they really are.
+type dials struct {
+	dialer *valkeyrdma.Dialer
+	mu     sync.Mutex
+	conns  map[string][]net.Conn // by the address that the client asked for
+	failed []error
+}
+
+func (d *dials) DialCtxFn(ctx context.Context, dst string, nd *net.Dialer, cfg *tls.Config) (net.Conn, error) {
+	c, err := d.dialer.DialCtxFn(ctx, dst, nd, cfg)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if err != nil {
+		d.failed = append(d.failed, err)
+		return nil, err
+	}
+	if d.conns == nil {
+		d.conns = make(map[string][]net.Conn)
+	}
+	d.conns[dst] = append(d.conns[dst], c)
+	return c, nil
+}
+
+func (d *dials) count() int {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	n := 0
+	for _, conns := range d.conns {
+		n += len(conns)
+	}
+	return n
+}
+
+// requireVia checks that the client talks to each address, and that all connections there were of that transport.
+func (d *dials) requireVia(t testing.TB, tr transport, addrs ...string) {
+	t.Helper()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, addr := range addrs {
+		require.NotEmpty(t, d.conns[addr], "no connection to %s", addr)
+		for _, c := range d.conns[addr] {
+			if tr.tcp {
+				require.IsType(t, (*net.TCPConn)(nil), c)
+				continue
+			}
+			s, ok := c.(interface{ Stats() valkeyrdma.Stats })
+			require.True(t, ok, "%s is reached by a %T", addr, c)
+			require.Equal(t, "rdma", c.RemoteAddr().Network())
+			require.Equal(t, addPort(addr, tr.offset), c.RemoteAddr().String())
+			if stats := s.Stats(); stats.Device != "" { // it is empty once the connection is closed
+				require.Equal(t, lab(t, "VALKEYRDMA_DEVICE"), stats.Device)
+				require.NotZero(t, stats.MessagesSent)
+			}
+		}
+	}
+}
+
+// connect makes a client with connections of that transport.
+func connect(t testing.TB, tr transport, opt valkey.ClientOption) (valkey.Client, *dials) {
+	t.Helper()
+	return connectBy(t, tr.dialer(), opt)
+}
+
+func connectBy(t testing.TB, dialer *valkeyrdma.Dialer, opt valkey.ClientOption) (valkey.Client, *dials) {
+	t.Helper()
+	d := &dials{dialer: dialer}
+	opt.DialCtxFn = d.DialCtxFn
+	client, err := valkey.NewClient(opt)
+	require.NoError(t, err)
+	t.Cleanup(client.Close)
+	return client, d
+}
+
+// --- servers ---
+
+var (
+	running sync.Map // of *server, for the watchdog
+
+	portMu   sync.Mutex
+	lastPort = 7000
+)
+
+// newPort returns a port that is free for TCP here, as is the one 10000 above it, for the cluster bus. No two servers of a run have
+// the same, so that none waits for what the kernel remembers of another.
+func newPort(t testing.TB, host string) int {
+	t.Helper()
+	portMu.Lock()
+	defer portMu.Unlock()
+	free := func(port int) bool {
+		l, err := net.Listen("tcp", net.JoinHostPort(host, strconv.Itoa(port)))
+		if err == nil {
+			_ = l.Close()
+		}
+		return err == nil
+	}
+	for lastPort++; !free(lastPort) || !free(lastPort+10000); lastPort++ {
+		require.Less(t, lastPort, 7999, "no free port")
+	}
+	return lastPort
+}
+
+// A server is a Valkey process of the test's own.
+type server struct {
+	t     testing.TB
+	addr  string // of TCP; RDMA is offset above it
+	log   string
+	args  []string
+	ready string // what its log says when it is ready
+	cmd   *exec.Cmd
+	admin valkey.Client // over TCP, so that a test can act on the server whatever state RDMA is in
+}
+
+// start starts a Valkey that listens on TCP and, with that offset, on RDMA. It ends with the test, which shows the log if it
+// failed.
+func start(t testing.TB, offset int, args ...string) *server {
+	t.Helper()
+	host := host(t)
+	port := newPort(t, host)
+	dir := t.TempDir()
+	return launch(t, &server{addr: net.JoinHostPort(host, strconv.Itoa(port)), log: filepath.Join(dir, "log"),
+		ready: "Ready to accept connections rdma",
+		args: append([]string{"--bind", host, "--port", strconv.Itoa(port), "--rdma-bind", host, "--rdma-port",
+			strconv.Itoa(port + offset), "--dir", dir, "--logfile", filepath.Join(dir, "log"), "--protected-mode", "no",
+			"--save", "", "--enable-debug-command", "yes", "--repl-diskless-sync-delay", "0"}, args...)})
+}
+
+func launch(t testing.TB, s *server) *server {
+	t.Helper()
+	s.t = t
+	s.run()
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("the end of the log of %s:\n%s", s.addr, s.logTail())
+		}
+		if s.admin != nil {
+			s.admin.Close()
+		}
+		s.kill()
+	})
+	return s
+}
+
+// run starts the process, the first time or again, and waits until it accepts connections.
+func (s *server) run() {
+	s.t.Helper()
+	before, _ := os.ReadFile(s.log)
+	s.cmd = exec.Command(filepath.Join(lab(s.t, "VALKEYRDMA_VALKEY_DIR"), "valkey-server"), s.args...)
+	require.NoError(s.t, s.cmd.Start())
+	running.Store(s, nil)
+	eventually(s.t, s.addr+" is ready", func() bool {
+		log, _ := os.ReadFile(s.log)
+		return strings.Contains(string(log[len(before):]), s.ready)
+	})
+}
+
+// kill ends the process as kill -9 does.
+func (s *server) kill() {
+	_ = s.cmd.Process.Kill()
+	_ = s.cmd.Wait()
+	running.Delete(s)
+}
+
+func (s *server) logTail() string {
+	log, err := os.ReadFile(s.log)
+	if err != nil {
+		return err.Error()
+	}
+	return string(log[max(0, len(log)-4000):])
+}
+
+// try runs a command on the server, over TCP.
+func (s *server) try(args ...string) (valkey.ValkeyMessage, error) {
+	if s.admin == nil {
+		admin, err := valkey.NewClient(valkey.ClientOption{InitAddress: []string{s.addr}, ForceSingleClient: true, DisableCache: true})
+		if err != nil {
+			return valkey.ValkeyMessage{}, err
+		}
+		s.admin = admin
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	defer cancel()
+	return s.admin.Do(ctx, s.admin.B().Arbitrary(args...).Build()).ToMessage()
+}
+
+func (s *server) do(args ...string) string {
+	s.t.Helper()
+	m, err := s.try(args...)
+	require.NoError(s.t, err, "%q on %s", args, s.addr)
+	switch {
+	case m.IsInt64():
+		n, _ := m.ToInt64()
+		return strconv.FormatInt(n, 10)
+	case m.IsString():
+		text, _ := m.ToString()
+		return text
+	}
+	return m.String()
+}
+
+// info returns one field of INFO, or of CLUSTER INFO, or nothing.
+func (s *server) info(field string, command ...string) string {
+	if len(command) == 0 {
+		command = []string{"INFO", "ALL"}
+	}
+	m, err := s.try(command...)
+	if err != nil {
+		return ""
+	}
+	text, _ := m.ToString()
+	for line := range strings.Lines(text) {
+		if v, ok := strings.CutPrefix(line, field+":"); ok {
+			return strings.TrimSpace(v)
+		}
+	}
+	return ""
+}
+
+// calls is how often the server has run a command.
+func (s *server) calls(command string) int {
+	s.t.Helper()
+	calls, _, _ := strings.Cut(strings.TrimPrefix(s.info("cmdstat_"+command), "calls="), ",")
+	n, _ := strconv.Atoi(calls)
+	return n
+}
+
+// errorsOf is how often the server has answered with an error of that kind.
+func (s *server) errorsOf(kind string) int {
+	s.t.Helper()
+	n, _ := strconv.Atoi(strings.TrimPrefix(s.info("errorstat_"+kind), "count="))
+	return n
+}
+
+// port is the TCP port.
+func (s *server) port() string {
+	_, port, _ := net.SplitHostPort(s.addr)
+	return port
+}
+
+// --- load ---
+
+var errUnreplicated = errors.New("written, but no replica has it yet")
+
+// replicated writes key, and succeeds only if a replica has it: replication is asynchronous, so that the master's own OK means
+// nothing once another takes its place. WAIT is about what its own connection wrote, hence the dedicated client.
+func replicated(ctx context.Context, client valkey.Client, key, value string) error {
+	return client.Dedicated(func(c valkey.DedicatedClient) error {
+		answers := c.DoMulti(ctx, c.B().Set().Key(key).Value(value).Build(), c.B().Wait().Numreplicas(1).Timeout(1000).Build())
+		if err := answers[0].Error(); err != nil {
+			return err
+		}
+		n, err := answers[1].AsInt64()
+		if err == nil && n == 0 {
+			err = errUnreplicated
+		}
+		return err
+	})
+}
+
+// plain writes key; it suffices where the server that says OK is not replaced.
+func plain(ctx context.Context, client valkey.Client, key, value string) error {
+	return client.Do(ctx, client.B().Set().Key(key).Value(value).Build()).Error()
+}
+
+// load is a number of writers and readers that go on until finish, whatever happens to the servers.
+type load struct {
+	t      testing.TB
+	client valkey.Client
+	ctx    context.Context
+	stop   chan struct{}
+	wg     sync.WaitGroup
+
+	mu     sync.Mutex
+	acked  []string       // keys; the value is the key
+	reads  int            // that brought the right value
+	errors map[string]int // of writes, by their text without addresses
+	odd    []error        // those that a caller could make nothing of
+}
+
+func startLoad(t testing.TB, client valkey.Client, prefix string, set func(context.Context, valkey.Client, string, string) error) *load {
+	t.Helper()
+	l := &load{t: t, client: client, ctx: within(t, 3*patience), stop: make(chan struct{}), errors: map[string]int{}}
+	for w := range 3 {
+		l.wg.Go(func() {
+			for i := 0; !l.stopped(); i++ {
+				key := fmt.Sprintf("%s:%d:%d", prefix, w, i)
+				for !l.stopped() {
+					err := set(l.ctx, client, key, key)
+					l.note(key, err)
+					if err == nil {
+						break
+					}
+					time.Sleep(20 * time.Millisecond)
+				}
+			}
+		})
+	}
+	for range 2 {
+		l.wg.Go(func() {
+			for i := 0; !l.stopped(); i++ {
+				key, ok := l.pick(i)
+				if !ok {
+					time.Sleep(time.Millisecond)
+					continue
+				}
+				// valkey-go repeats what only reads until it succeeds, so a failover must not show here at all.
+				value, err := client.Do(l.ctx, client.B().Get().Key(key).Build()).ToString()
+				if !assert.NoError(t, err, "GET %s", key) || !assert.Equal(t, key, value) {
+					return
+				}
+				l.mu.Lock()
+				l.reads++
+				l.mu.Unlock()
+			}
+		})
+	}
+	return l
+}
+
+func (l *load) stopped() bool {
+	select {
+	case <-l.stop:
+		return true
+	default:
+		return l.t.Failed()
+	}
+}
+
+func (l *load) pick(i int) (string, bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.acked) == 0 {
+		return "", false
+	}
+	return l.acked[i*7919%len(l.acked)], true
+}
+
+func (l *load) note(key string, err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if err == nil {
+		l.acked = append(l.acked, key)
+		return
+	}
+	l.errors[kind(err)]++
+	if !isClear(err) {
+		l.odd = append(l.odd, err)
+	}
+}
+
+// progress waits until there are n more acknowledged writes, and as many reads.
+func (l *load) progress(n int) {
+	l.t.Helper()
+	get := func() (int, int) {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		return len(l.acked), l.reads
+	}
+	acked, reads := get()
+	eventually(l.t, fmt.Sprintf("%d more writes and reads", n), func() bool {
+		a, r := get()
+		return l.t.Failed() || a >= acked+n && r >= reads+n
+	})
+	require.False(l.t, l.t.Failed())
+}
+
+// finish stops, and looks for every acknowledged write.
+func (l *load) finish() {
+	l.t.Helper()
+	close(l.stop)
+	l.wg.Wait()
+	require.False(l.t, l.t.Failed())
+	for i := 0; i < len(l.acked); i += 500 {
+		keys := l.acked[i:min(i+500, len(l.acked))]
+		gets := make(valkey.Commands, len(keys))
+		for i, key := range keys {
+			gets[i] = l.client.B().Get().Key(key).Build()
+		}
+		for i, r := range l.client.DoMulti(l.ctx, gets...) {
+			value, err := r.ToString()
+			require.NoError(l.t, err, "an acknowledged write of %s is lost", keys[i])
+			require.Equal(l.t, keys[i], value)
+		}
+	}
+	l.t.Logf("%d acknowledged writes are there, %d reads without an error; errors of writes: %v", len(l.acked), l.reads, l.errors)
+	require.Empty(l.t, l.odd, "errors that a caller can make nothing of")
+}
