@@ -52,8 +52,8 @@ func watchdog(t testing.TB, limit time.Duration) {
 	timer := time.AfterFunc(limit, func() {
 		fmt.Fprintf(os.Stderr, "\nWATCHDOG: %s is not over after %v\n", t.Name(), limit)
 		_ = pprof.Lookup("goroutine").WriteTo(os.Stderr, 2)
-		running.Range(func(s, _ any) bool {
-			s := s.(*server)
+		running.Range(func(key, _ any) bool {
+			s := key.(*server)
 			fmt.Fprintf(os.Stderr, "the end of the log of %s:\n%s\n", s.addr, s.logTail())
 			_ = s.cmd.Process.Kill()
 			return true

@@ -1,0 +1,599 @@
+//go:build linux && cgo
+
+package e2e
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"github.com/valkey-io/valkey-go"
+)
+
+// TestClient is a tour of valkey-go's features. docs/features.md lists them with these names.
+func TestClient(t *testing.T) {
+	for _, place := range []struct {
+		name      string
+		ioThreads string
+		tr        transport
+	}{{"rdma", "1", overRDMA}, {"rdma, io-threads 4", "4", overRDMA}, {"tcp", "1", overTCP}} {
+		t.Run(place.name, func(t *testing.T) {
+			watchdog(t, 15*time.Minute)
+			s := start(t, 0, "--io-threads", place.ioThreads)
+			for _, feature := range []struct {
+				name string
+				test func(visit, *testing.T)
+			}{
+				{"pipelining", visit.pipelining},
+				{"ring scale", visit.ringScale},
+				{"transactions", visit.transactions},
+				{"blocking", visit.blocking},
+				{"cache", visit.cache},
+				{"RESP", visit.resp},
+				{"pub/sub", visit.pubSub},
+				{"slow subscriber", visit.slowSubscriber},
+				{"values", visit.values},
+				{"stream", visit.stream},
+				{"Lua", visit.lua},
+				{"ConnLifetime", visit.connLifetime},
+				{"ConnWriteTimeout", visit.connWriteTimeout},
+				{"AuthCredentialsFn", visit.authCredentials},
+				{"BGSAVE", visit.bgsave},
+			} {
+				t.Run(feature.name, func(t *testing.T) { feature.test(visit{t, s, place.tr}, t) })
+			}
+		})
+	}
+}
+
+// A visit is one test at one server over one transport.
+type visit struct {
+	t  *testing.T
+	s  *server
+	tr transport
+}
+
+func (v visit) connect(opt valkey.ClientOption) (valkey.Client, *dials) {
+	v.t.Helper()
+	opt.InitAddress, opt.ForceSingleClient = []string{v.s.addr}, true
+	client, d := connect(v.t, v.tr, opt)
+	d.requireVia(v.t, v.tr, v.s.addr)
+	return client, d
+}
+
+// Many callers at once, by each of the ways in which valkey-go sends their commands.
+func (v visit) pipelining(t *testing.T) {
+	ctx := within(t, patience)
+	for name, opt := range map[string]valkey.ClientOption{"AutoPipelining": {}, "DisableAutoPipelining": {DisableAutoPipelining: true},
+		"AlwaysPipelining": {AlwaysPipelining: true}} {
+		client, d := v.connect(opt)
+		require.NoError(t, client.Do(ctx, client.B().Del().Key("pipelining").Build()).Error())
+		var wg sync.WaitGroup
+		for range 16 {
+			wg.Go(func() {
+				for range 50 {
+					assert.NoError(t, client.Do(ctx, client.B().Incr().Key("pipelining").Build()).Error())
+				}
+				incrs := make(valkey.Commands, 50)
+				for i := range incrs {
+					incrs[i] = client.B().Incr().Key("pipelining").Build()
+				}
+				last := int64(0)
+				for _, r := range client.DoMulti(ctx, incrs...) {
+					n, err := r.AsInt64()
+					assert.NoError(t, err)
+					assert.Greater(t, n, last)
+					last = n
+				}
+			})
+		}
+		wg.Wait()
+		n, err := client.Do(ctx, client.B().Get().Key("pipelining").Build()).AsInt64()
+		require.NoError(t, err)
+		require.Equal(t, int64(16*100), n, name)
+		d.requireVia(t, v.tr, v.s.addr)
+		client.Close()
+	}
+}
+
+func (v visit) ringScale(t *testing.T) {
+	ctx := within(t, patience)
+	for scale := 4; scale <= 14; scale++ {
+		client, _ := v.connect(valkey.ClientOption{RingScaleEachConn: scale, PipelineMultiplex: -1})
+		var wg sync.WaitGroup
+		for c := range 32 { // twice as many as the smallest ring has room for
+			wg.Go(func() {
+				for i := range 10 {
+					want := fmt.Sprint(scale, c, i)
+					got, err := client.Do(ctx, client.B().Echo().Message(want).Build()).ToString()
+					assert.NoError(t, err)
+					assert.Equal(t, want, got)
+				}
+			})
+		}
+		wg.Wait()
+		client.Close()
+	}
+}
+
+func (v visit) transactions(t *testing.T) {
+	ctx := within(t, patience)
+	client, _ := v.connect(valkey.ClientOption{})
+	require.NoError(t, plain(ctx, client, "tx", "0"))
+
+	// Somebody else writes between WATCH and EXEC.
+	require.NoError(t, client.Dedicated(func(c valkey.DedicatedClient) error {
+		if err := c.Do(ctx, c.B().Watch().Key("tx").Build()).Error(); err != nil {
+			return err
+		}
+		if err := plain(ctx, client, "tx", "1"); err != nil {
+			return err
+		}
+		answers := c.DoMulti(ctx, c.B().Multi().Build(), c.B().Set().Key("tx").Value("lost").Build(), c.B().Exec().Build())
+		require.True(t, valkey.IsValkeyNil(answers[2].Error()))
+		return nil
+	}))
+
+	// Increments by WATCH and EXEC, of several callers: each counts once.
+	var wg sync.WaitGroup
+	for range 4 {
+		wg.Go(func() {
+			for done := 0; done < 10 && !t.Failed(); {
+				err := client.Dedicated(func(c valkey.DedicatedClient) error {
+					if err := c.Do(ctx, c.B().Watch().Key("tx").Build()).Error(); err != nil {
+						return err
+					}
+					n, err := c.Do(ctx, c.B().Get().Key("tx").Build()).AsInt64()
+					if err != nil {
+						return err
+					}
+					return c.DoMulti(ctx, c.B().Multi().Build(), c.B().Set().Key("tx").Value(strconv.FormatInt(n+1, 10)).Build(),
+						c.B().Exec().Build())[2].Error()
+				})
+				if err == nil {
+					done++
+				} else if !valkey.IsValkeyNil(err) {
+					assert.NoError(t, err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	n, err := client.Do(ctx, client.B().Get().Key("tx").Build()).AsInt64()
+	require.NoError(t, err)
+	require.Equal(t, int64(41), n)
+}
+
+func (v visit) blocking(t *testing.T) {
+	ctx := within(t, patience)
+	client, _ := v.connect(valkey.ClientOption{})
+	blpop := func(ctx context.Context, timeout float64) ([]string, error) {
+		return client.Do(ctx, client.B().Blpop().Key("queue").Timeout(timeout).Build()).AsStrSlice()
+	}
+	blocked := func() {
+		t.Helper()
+		eventually(t, "a client is blocked", func() bool { return v.s.info("blocked_clients") == "1" })
+	}
+
+	_, err := blpop(ctx, 0.5)
+	require.True(t, valkey.IsValkeyNil(err), "%v", err)
+
+	type answer struct {
+		values []string
+		err    error
+	}
+	answers := make(chan answer, 1)
+	for _, timeout := range []float64{0, 600} {
+		go func() {
+			values, err := blpop(ctx, timeout)
+			answers <- answer{values, err}
+		}()
+		blocked()
+		require.NoError(t, client.Do(ctx, client.B().Rpush().Key("queue").Element("it").Build()).Error())
+		require.Equal(t, answer{[]string{"queue", "it"}, nil}, <-answers)
+	}
+
+	cancelled, cancel := context.WithCancel(ctx)
+	go func() {
+		values, err := blpop(cancelled, 0)
+		answers <- answer{values, err}
+	}()
+	blocked()
+	cancel()
+	require.ErrorIs(t, (<-answers).err, context.Canceled)
+
+	short, cancel := context.WithTimeout(ctx, 300*time.Millisecond)
+	defer cancel()
+	_, err = blpop(short, 0)
+	require.ErrorIs(t, err, context.DeadlineExceeded)
+	require.NoError(t, plain(ctx, client, "after", "the client goes on"))
+
+	client.Close() // and with it those who are blocked
+	eventually(t, "nobody is blocked", func() bool { return v.s.info("blocked_clients") == "0" })
+	v.s.do("DEL", "queue")
+}
+
+// Invalidations come when nobody has asked for anything.
+func (v visit) cache(t *testing.T) {
+	ctx := within(t, patience)
+	var told atomic.Int64
+	client, _ := v.connect(valkey.ClientOption{OnInvalidations: func(keys []valkey.ValkeyMessage) { told.Add(int64(len(keys))) }})
+	get := func() (string, bool) {
+		t.Helper()
+		r := client.DoCache(ctx, client.B().Get().Key("cached").Cache(), time.Hour)
+		value, err := r.ToString()
+		require.NoError(t, err)
+		return value, r.IsCacheHit()
+	}
+	for i := range 20 {
+		want := strconv.Itoa(i)
+		v.s.do("SET", "cached", want)
+		eventually(t, "the invalidation came", func() bool { return i == 0 || told.Load() == int64(i) })
+		value, hit := get()
+		require.Equal(t, want, value)
+		require.False(t, hit)
+		value, hit = get()
+		require.Equal(t, want, value)
+		require.True(t, hit)
+	}
+	v.s.do("FLUSHALL")
+	eventually(t, "the cache is empty", func() bool {
+		r := client.DoCache(ctx, client.B().Get().Key("cached").Cache(), time.Hour)
+		return valkey.IsValkeyNil(r.Error())
+	})
+}
+
+func (v visit) resp(t *testing.T) {
+	ctx := within(t, patience)
+	for version, opt := range map[string]valkey.ClientOption{"2": {AlwaysRESP2: true, DisableCache: true}, "3": {}} {
+		client, _ := v.connect(opt)
+		about, err := client.Do(ctx, client.B().ClientInfo().Build()).ToString()
+		require.NoError(t, err)
+		require.Contains(t, about, " resp="+version+" ")
+		require.NoError(t, client.Do(ctx, client.B().Hset().Key("hash").FieldValue().FieldValue("a", "1").FieldValue("b", "").Build()).Error())
+		hash, err := client.Do(ctx, client.B().Hgetall().Key("hash").Build()).AsStrMap()
+		require.NoError(t, err)
+		require.Equal(t, map[string]string{"a": "1", "b": ""}, hash)
+		require.True(t, valkey.IsValkeyNil(client.Do(ctx, client.B().Get().Key("no such key").Build()).Error()))
+		v.receives(client, client.B().Subscribe().Channel("resp").Build(), client.B().Unsubscribe().Channel("resp").Build(), 20,
+			func(message string) valkey.Completed {
+				return client.B().Publish().Channel("resp").Message(message).Build()
+			})
+	}
+}
+
+// receives subscribes, publishes n messages, and checks that they come in order.
+func (v visit) receives(client valkey.Client, subscribe, unsubscribe valkey.Completed, n int,
+	publish func(message string) valkey.Completed) {
+	t := v.t
+	t.Helper()
+	ctx := within(t, patience)
+	subscribed := make(chan struct{})
+	messages := make(chan string, n)
+	over := make(chan error, 1)
+	receive, stop := context.WithCancel(valkey.WithOnSubscriptionHook(ctx, func(s valkey.PubSubSubscription) {
+		if strings.HasSuffix(s.Kind, "subscribe") && !strings.Contains(s.Kind, "unsubscribe") {
+			close(subscribed)
+		}
+	}))
+	defer stop()
+	go func() {
+		over <- client.Receive(receive, subscribe, func(m valkey.PubSubMessage) { messages <- m.Message })
+	}()
+	select {
+	case <-subscribed:
+	case err := <-over:
+		require.FailNow(t, "not subscribed", "%v", err)
+	}
+	publisher, _ := v.connect(valkey.ClientOption{})
+	for i := range n {
+		require.NoError(t, publisher.Do(ctx, publish(strconv.Itoa(i))).Error())
+	}
+	publisher.Close()
+	for i := range n {
+		select {
+		case m := <-messages:
+			require.Equal(t, strconv.Itoa(i), m)
+		case err := <-over:
+			require.FailNow(t, "the subscription is over", "%v", err)
+		case <-ctx.Done():
+			require.FailNow(t, "messages are missing", "from number %d on", i)
+		}
+	}
+	require.NoError(t, client.Do(ctx, unsubscribe).Error())
+	require.NoError(t, <-over)
+}
+
+func (v visit) pubSub(t *testing.T) {
+	ctx := within(t, patience)
+	client, _ := v.connect(valkey.ClientOption{})
+	b := client.B()
+	publish := func(message string) valkey.Completed { return b.Publish().Channel("channel").Message(message).Build() }
+	const n = 300
+	v.receives(client, b.Subscribe().Channel("channel").Build(), b.Unsubscribe().Channel("channel").Build(), n, publish)
+	v.receives(client, b.Psubscribe().Pattern("chan*").Build(), b.Punsubscribe().Pattern("chan*").Build(), n, publish)
+	v.receives(client, b.Ssubscribe().Channel("channel").Build(), b.Sunsubscribe().Channel("channel").Build(), n,
+		func(message string) valkey.Completed { return b.Spublish().Channel("channel").Message(message).Build() })
+
+	// By hooks, on a dedicated connection, which may have commands of other kinds as well.
+	c, release := client.Dedicate()
+	defer release()
+	messages := make(chan string, n)
+	subscribed := make(chan struct{}, 1)
+	c.SetPubSubHooks(valkey.PubSubHooks{
+		OnMessage:      func(m valkey.PubSubMessage) { messages <- m.Message },
+		OnSubscription: func(valkey.PubSubSubscription) { subscribed <- struct{}{} },
+	})
+	require.NoError(t, c.Do(ctx, c.B().Subscribe().Channel("channel").Build()).Error())
+	<-subscribed
+	for i := range n {
+		require.NoError(t, client.Do(ctx, publish(strconv.Itoa(i))).Error())
+		require.NoError(t, c.Do(ctx, c.B().Ping().Build()).Error())
+		require.Equal(t, strconv.Itoa(i), <-messages)
+	}
+}
+
+// A subscriber that does not read loses nothing while the server keeps it; when the server has had enough, it says so.
+func (v visit) slowSubscriber(t *testing.T) {
+	ctx := within(t, 2*patience)
+	publisher, _ := v.connect(valkey.ClientOption{})
+	defer v.s.do("CONFIG", "SET", "client-output-buffer-limit", "pubsub 32mb 8mb 60") // its default
+	payload := strings.Repeat("x", 16<<10)
+	publish := func(i int) int64 {
+		n, err := publisher.Do(ctx, publisher.B().Publish().Channel("slow").Message(fmt.Sprint(i, ":", payload)).Build()).AsInt64()
+		require.NoError(t, err)
+		return n
+	}
+	for _, test := range []struct {
+		name, limit string
+		total       int
+	}{{"patient", "pubsub 0 0 0", 1000}, {"impatient", "pubsub 1mb 0 0", 0}} {
+		v.s.do("CONFIG", "SET", "client-output-buffer-limit", test.limit)
+		client, _ := v.connect(valkey.ClientOption{DisableRetry: true})
+		subscribed, awake := make(chan struct{}), make(chan struct{})
+		over := make(chan error, 1)
+		var received atomic.Int64
+		go func() {
+			hook := valkey.WithOnSubscriptionHook(ctx, func(s valkey.PubSubSubscription) {
+				if s.Kind == "subscribe" {
+					close(subscribed)
+				}
+			})
+			over <- client.Receive(hook, client.B().Subscribe().Channel("slow").Build(), func(m valkey.PubSubMessage) {
+				<-awake
+				assert.True(t, strings.HasPrefix(m.Message, fmt.Sprint(received.Load(), ":")))
+				assert.Len(t, m.Message, len(payload)+len(fmt.Sprint(received.Load()))+1)
+				received.Add(1)
+			})
+		}()
+		<-subscribed
+		if test.total > 0 {
+			for i := range test.total {
+				require.Equal(t, int64(1), publish(i))
+			}
+			close(awake)
+			eventually(t, "all messages have come", func() bool { return received.Load() == int64(test.total) })
+			require.NoError(t, client.Do(ctx, client.B().Unsubscribe().Channel("slow").Build()).Error())
+			require.NoError(t, <-over)
+		} else {
+			i := 0
+			for ; publish(i) == 1; i++ {
+			}
+			close(awake)
+			err := <-over
+			require.True(t, isClear(err), "%v", err)
+			require.Less(t, received.Load(), int64(i))
+			t.Logf("after %d messages the server dropped the subscriber, which got %d and then: %v", i, received.Load(), err)
+		}
+		client.Close()
+	}
+}
+
+// noise is n bytes that no two places of which are alike.
+func noise(n int) []byte {
+	b := make([]byte, n)
+	_, _ = rand.NewChaCha8([32]byte{byte(n)}).Read(b)
+	return b
+}
+
+// Values of all sizes come back as they were. VALKEYRDMA_LARGE=512 adds one of 512 MiB, which needs some 2 GiB of memory.
+func (v visit) values(t *testing.T) {
+	ctx := within(t, 4*patience)
+	client, _ := v.connect(valkey.ClientOption{})
+	sizes := []int{0, 1, 64<<10 - 1, 64 << 10, 1<<20 - 1, 1<<20 + 1, 5 << 20, 64 << 20}
+	if mib, err := strconv.Atoi(os.Getenv("VALKEYRDMA_LARGE")); err == nil {
+		sizes = append(sizes, mib<<20)
+	}
+	for _, size := range sizes {
+		value := noise(size)
+		require.NoError(t, client.Do(ctx, client.B().Set().Key("value").Value(valkey.BinaryString(value)).Build()).Error(), "%d bytes", size)
+		if size <= 64<<20 {
+			got, err := client.Do(ctx, client.B().Get().Key("value").Build()).AsBytes()
+			require.NoError(t, err, "%d bytes", size)
+			require.True(t, bytes.Equal(value, got), "%d bytes", size)
+			continue
+		}
+		// As a stream, which does not need the memory for a second copy.
+		stream := client.DoStream(ctx, client.B().Get().Key("value").Build())
+		n, err := stream.WriteTo(&comparer{want: value})
+		require.NoError(t, err)
+		require.Equal(t, int64(size), n)
+		t.Logf("%d MiB were right", size>>20)
+	}
+	require.NoError(t, client.Do(ctx, client.B().Del().Key("value").Build()).Error())
+}
+
+// comparer is a writer to which the right bytes have to be written.
+type comparer struct {
+	want  []byte
+	pause time.Duration // after each MiB
+	n     int
+}
+
+func (w *comparer) Write(b []byte) (int, error) {
+	if len(b) > len(w.want) || !bytes.Equal(b, w.want[:len(b)]) {
+		return 0, fmt.Errorf("wrong bytes among the %d before which %d are left", len(b), len(w.want))
+	}
+	w.want = w.want[len(b):]
+	if w.n += len(b); w.n >= 1<<20 {
+		w.n = 0
+		time.Sleep(w.pause)
+	}
+	return len(b), nil
+}
+
+// A reader that takes its time gets all of a stream, and others are served meanwhile.
+func (v visit) stream(t *testing.T) {
+	ctx := within(t, 2*patience)
+	client, _ := v.connect(valkey.ClientOption{})
+	value := noise(64 << 20)
+	require.NoError(t, client.Do(ctx, client.B().Set().Key("stream").Value(valkey.BinaryString(value)).Build()).Error())
+	done := make(chan struct{})
+	var others sync.WaitGroup
+	others.Go(func() {
+		for i := 0; ; i++ {
+			select {
+			case <-done:
+				return
+			default:
+			}
+			if !assert.NoError(t, plain(ctx, client, "beside the stream", strconv.Itoa(i))) {
+				return
+			}
+			time.Sleep(time.Millisecond)
+		}
+	})
+	s := client.DoStream(ctx, client.B().Get().Key("stream").Build())
+	n, err := s.WriteTo(&comparer{want: value, pause: 30 * time.Millisecond})
+	close(done)
+	others.Wait()
+	require.NoError(t, err)
+	require.Equal(t, int64(len(value)), n)
+	require.False(t, s.HasNext())
+	require.NoError(t, client.Do(ctx, client.B().Del().Key("stream").Build()).Error())
+}
+
+func (v visit) lua(t *testing.T) {
+	ctx := within(t, patience)
+	client, _ := v.connect(valkey.ClientOption{})
+	v.s.do("SCRIPT", "FLUSH")
+	script := valkey.NewLuaScript("redis.call('SET', KEYS[1], ARGV[1]); return {KEYS[1], redis.call('GET', KEYS[1])}")
+	for i := range 3 { // the first has to bring the script along
+		values, err := script.Exec(ctx, client, []string{"lua"}, []string{strconv.Itoa(i)}).AsStrSlice()
+		require.NoError(t, err)
+		require.Equal(t, []string{"lua", strconv.Itoa(i)}, values)
+	}
+	var execs []valkey.LuaExec
+	for i := range 50 {
+		execs = append(execs, valkey.LuaExec{Keys: []string{"lua"}, Args: []string{strconv.Itoa(i)}})
+	}
+	for i, r := range script.ExecMulti(ctx, client, execs...) {
+		values, err := r.AsStrSlice()
+		require.NoError(t, err)
+		require.Equal(t, []string{"lua", strconv.Itoa(i)}, values)
+	}
+}
+
+// Connections are replaced when they are old, and nobody notices.
+func (v visit) connLifetime(t *testing.T) {
+	ctx := within(t, patience)
+	client, d := v.connect(valkey.ClientOption{ConnLifetime: 300 * time.Millisecond})
+	var wg sync.WaitGroup
+	var want atomic.Int64
+	require.NoError(t, client.Do(ctx, client.B().Del().Key("lifetime").Build()).Error())
+	first := d.count()
+	for range 4 {
+		wg.Go(func() {
+			for d.count() < first+8 {
+				if !assert.NoError(t, client.Do(ctx, client.B().Incr().Key("lifetime").Build()).Error()) {
+					return
+				}
+				want.Add(1)
+			}
+		})
+	}
+	wg.Wait()
+	n, err := client.Do(ctx, client.B().Get().Key("lifetime").Build()).AsInt64()
+	require.NoError(t, err)
+	require.Equal(t, want.Load(), n)
+	d.requireVia(t, v.tr, v.s.addr)
+}
+
+// A server that does not answer is given up after ConnWriteTimeout. There is no limit in the context.
+func (v visit) connWriteTimeout(t *testing.T) {
+	client, _ := v.connect(valkey.ClientOption{ConnWriteTimeout: time.Second})
+	ctx := context.Background()
+	require.NoError(t, plain(ctx, client, "timeout", "1"))
+	v.s.do("CLIENT", "PAUSE", "600000", "WRITE")
+	err := plain(ctx, client, "timeout", "2")
+	v.s.do("CLIENT", "UNPAUSE")
+	require.True(t, errors.Is(err, context.DeadlineExceeded) || errors.Is(err, os.ErrDeadlineExceeded), "%v", err)
+	t.Logf("%v", err)
+	require.NoError(t, plain(ctx, client, "timeout", "3"))
+}
+
+// The credentials are asked for at each connection, so that they can change.
+func (v visit) authCredentials(t *testing.T) {
+	ctx := within(t, patience)
+	v.s.do("ACL", "SETUSER", "e2e", "reset", "on", ">first", "~*", "&*", "+@all")
+	defer v.s.do("ACL", "DELUSER", "e2e")
+	var password atomic.Value
+	password.Store("first")
+	var asked atomic.Int64
+	opt := valkey.ClientOption{AuthCredentialsFn: func(c valkey.AuthCredentialsContext) (valkey.AuthCredentials, error) {
+		asked.Add(1)
+		return valkey.AuthCredentials{Username: "e2e", Password: password.Load().(string)}, nil
+	}}
+	client, d := v.connect(opt)
+	whoami := func() {
+		t.Helper()
+		name, err := client.Do(ctx, client.B().AclWhoami().Build()).ToString()
+		require.NoError(t, err)
+		require.Equal(t, "e2e", name)
+	}
+	whoami()
+	v.s.do("ACL", "SETUSER", "e2e", ">second", "<first")
+	password.Store("second")
+	before, conns := asked.Load(), d.count()
+	v.s.do("CLIENT", "KILL", "USER", "e2e")
+	eventually(t, "the client is back", func() bool {
+		return client.Do(ctx, client.B().AclWhoami().Build()).Error() == nil && d.count() > conns
+	})
+	whoami()
+	require.Greater(t, asked.Load(), before)
+
+	password.Store("wrong")
+	opt.InitAddress, opt.ForceSingleClient, opt.DialCtxFn = []string{v.s.addr}, true, d.DialCtxFn
+	_, err := valkey.NewClient(opt)
+	require.ErrorContains(t, err, "WRONGPASS")
+}
+
+// The server forks while RDMA writes into its memory, and both go on.
+func (v visit) bgsave(t *testing.T) {
+	client, _ := v.connect(valkey.ClientOption{})
+	l := startLoad(t, client, "bgsave", plain)
+	for range 2 {
+		l.progress(50)
+		before := v.s.info("rdb_saves")
+		v.s.do("BGSAVE")
+		l.progress(50)
+		eventually(t, "the data is saved", func() bool {
+			return v.s.info("rdb_saves") != before && v.s.info("rdb_bgsave_in_progress") == "0"
+		})
+		require.Equal(t, "ok", v.s.info("rdb_last_bgsave_status"))
+	}
+	l.progress(50)
+	l.finish()
+	require.Empty(t, l.errors)
+}

@@ -1,0 +1,119 @@
+//go:build linux && cgo
+
+package e2e
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"strconv"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"github.com/valkey-io/valkey-go"
+	"github.com/valkeyrdma/valkeyrdma"
+)
+
+// startSentinel starts a sentinel, which speaks TCP only, and has it watch master.
+func startSentinel(t testing.TB, master *server) *server {
+	t.Helper()
+	host := host(t)
+	port, dir := newPort(t, host), t.TempDir()
+	config := filepath.Join(dir, "sentinel.conf")
+	require.NoError(t, os.WriteFile(config, fmt.Appendf(nil, `bind %[1]s
+port %[2]d
+dir %[3]s
+logfile %[3]s/log
+protected-mode no
+sentinel monitor mymaster %[1]s %[4]s 2
+sentinel down-after-milliseconds mymaster 5000
+sentinel failover-timeout mymaster 30000
+`, host, port, dir, master.port()), 0o600))
+	return launch(t, &server{addr: net.JoinHostPort(host, strconv.Itoa(port)), log: filepath.Join(dir, "log"),
+		ready: "+monitor master mymaster", args: []string{config, "--sentinel"}})
+}
+
+// Sentinels are asked over TCP and data moves over RDMA, by one DialCtxFn. The client follows a failover.
+func TestSentinel(t *testing.T) {
+	watchdog(t, 10*time.Minute)
+	tr := overOtherPort
+	master := start(t, tr.offset)
+	replica := start(t, tr.offset, "--replicaof", host(t)+" "+master.port())
+	eventually(t, "the replica has the data", func() bool { return replica.info("master_link_status") == "up" })
+	sentinels := make(map[string]bool)
+	var servers []*server
+	var addrs []string
+	for range 3 {
+		s := startSentinel(t, master)
+		servers, addrs, sentinels[s.addr] = append(servers, s), append(addrs, s.addr), true
+	}
+	for _, s := range servers {
+		eventually(t, "the sentinels know each other and the replica", func() bool {
+			m, err := s.try("SENTINEL", "MASTER", "mymaster")
+			require.NoError(t, err)
+			about, err := m.AsStrMap()
+			require.NoError(t, err)
+			return about["num-other-sentinels"] == "2" && about["num-slaves"] == "1"
+		})
+	}
+	dialer := &valkeyrdma.Dialer{Route: func(dst string) (string, string) {
+		if sentinels[dst] {
+			return "tcp", dst
+		}
+		return "rdma", addPort(dst, tr.offset)
+	}}
+	opt := valkey.ClientOption{InitAddress: addrs, Sentinel: valkey.SentinelOption{MasterSet: "mymaster"}}
+
+	client, d := connectBy(t, dialer, opt)
+	require.Equal(t, valkey.ClientModeSentinel, client.Mode())
+	d.requireVia(t, tr, master.addr)
+
+	opt.SendToReplicas = func(cmd valkey.Completed) bool { return cmd.IsReadOnly() }
+	reading, readingD := connectBy(t, dialer, opt)
+	ctx := within(t, patience)
+	require.NoError(t, replicated(ctx, reading, "sentinel", "value"))
+	before := replica.calls("get")
+	value, err := reading.Do(ctx, reading.B().Get().Key("sentinel").Build()).ToString()
+	require.NoError(t, err)
+	require.Equal(t, "value", value)
+	require.Equal(t, before+1, replica.calls("get"))
+	readingD.requireVia(t, tr, master.addr, replica.addr)
+	reading.Close()
+
+	// Between the promotion and the return of the killed server there is no replica that a write could wait for.
+	var alone atomic.Bool
+	l := startLoad(t, client, "sentinel", func(ctx context.Context, c valkey.Client, key, value string) error {
+		if alone.Load() {
+			return plain(ctx, c, key, value)
+		}
+		return replicated(ctx, c, key, value)
+	})
+	l.progress(50)
+	master.kill()
+	eventually(t, "the replica is the master", func() bool { return replica.info("role") == "master" })
+	alone.Store(true)
+	l.progress(50)
+	master.run()
+	eventually(t, "the old master is a replica", func() bool {
+		return master.info("role") == "slave" && master.info("master_link_status") == "up"
+	})
+	alone.Store(false)
+	l.progress(50)
+	l.finish()
+	require.NotEmpty(t, l.errors)
+	d.requireVia(t, tr, master.addr, replica.addr)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	asked := 0
+	for addr := range sentinels {
+		for _, c := range d.conns[addr] {
+			require.IsType(t, (*net.TCPConn)(nil), c)
+			asked++
+		}
+	}
+	require.NotZero(t, asked)
+}

@@ -1,0 +1,174 @@
+//go:build linux && cgo
+
+package e2e
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"github.com/valkey-io/valkey-go"
+	"github.com/valkeyrdma/valkeyrdma"
+)
+
+// overBoth runs a test over RDMA and, because it is about what TCP does as well, over TCP.
+func overBoth(t *testing.T, test func(*testing.T, transport)) {
+	for _, tr := range []transport{overRDMA, overTCP} {
+		t.Run(tr.name, func(t *testing.T) {
+			watchdog(t, 10*time.Minute)
+			test(t, tr)
+		})
+	}
+}
+
+func single(s *server) valkey.ClientOption {
+	return valkey.ClientOption{InitAddress: []string{s.addr}, ForceSingleClient: true}
+}
+
+// A primary whose replicas the client is told of.
+func TestStandaloneReplicas(t *testing.T) {
+	overBoth(t, func(t *testing.T, tr transport) {
+		primary := start(t, 0)
+		replica := start(t, 0, "--replicaof", host(t)+" "+primary.port())
+		eventually(t, "the replica has the data", func() bool { return replica.info("master_link_status") == "up" })
+		client, d := connect(t, tr, valkey.ClientOption{
+			InitAddress:    []string{primary.addr},
+			Standalone:     valkey.StandaloneOption{ReplicaAddress: []string{replica.addr}},
+			SendToReplicas: func(cmd valkey.Completed) bool { return cmd.IsReadOnly() },
+		})
+		ctx := within(t, patience)
+		before := replica.calls("get")
+		for i := range 20 {
+			key := fmt.Sprintf("standalone:%d", i)
+			require.NoError(t, replicated(ctx, client, key, key))
+			value, err := client.Do(ctx, client.B().Get().Key(key).Build()).ToString()
+			require.NoError(t, err)
+			require.Equal(t, key, value)
+		}
+		require.Equal(t, before+20, replica.calls("get"))
+		require.Zero(t, primary.calls("get"))
+		d.requireVia(t, tr, primary.addr, replica.addr)
+	})
+}
+
+// A server is killed under load, and started again. It writes to disk before it says OK, so nothing it said OK to may be lost.
+func TestServerKilled(t *testing.T) {
+	overBoth(t, func(t *testing.T, tr transport) {
+		s := start(t, 0, "--appendonly", "yes", "--appendfsync", "always")
+		client, d := connect(t, tr, single(s))
+		l := startLoad(t, client, "killed", plain)
+		for range 3 {
+			l.progress(50)
+			s.kill()
+			s.run()
+		}
+		l.progress(50)
+		l.finish()
+		require.NotEmpty(t, l.errors)
+		require.Greater(t, d.count(), 3)
+		d.requireVia(t, tr, s.addr)
+	})
+}
+
+// CLIENT KILL ends connections: what only reads is repeated, what writes and what blocks has a clear error.
+func TestClientKill(t *testing.T) {
+	overBoth(t, func(t *testing.T, tr transport) {
+		s := start(t, 0)
+		client, d := connect(t, tr, single(s))
+		l := startLoad(t, client, "client kill", plain)
+		blocked := make(chan error, 1)
+		for range 10 {
+			go func() {
+				blocked <- client.Do(l.ctx, client.B().Blpop().Key("nothing").Timeout(0).Build()).Error()
+			}()
+			eventually(t, "a client is blocked", func() bool { return s.info("blocked_clients") == "1" })
+			l.progress(20)
+			before := d.count()
+			s.do("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+			select {
+			case err := <-blocked:
+				require.True(t, isClear(err), "%v", err)
+			case <-l.ctx.Done():
+				require.FailNow(t, "BLPOP does not notice that its connection was killed")
+			}
+			l.progress(20)
+			require.Greater(t, d.count(), before)
+		}
+		l.finish()
+		d.requireVia(t, tr, s.addr)
+	})
+}
+
+// Where the server takes no more clients, the error says so, as far as Valkey lets it over RDMA.
+func TestMaxClients(t *testing.T) {
+	overBoth(t, func(t *testing.T, tr transport) {
+		s := start(t, 0)
+		opt := single(s)
+		opt.PipelineMultiplex = -1 // one connection, so that there is no other to dial when there is no room
+		working, _ := connect(t, tr, opt)
+		s.do("CONFIG", "SET", "maxclients", "1")
+		requireRefused(t, tr, single(s), "max number of clients reached")
+		ctx := within(t, patience)
+		require.NoError(t, plain(ctx, working, "maxclients", "those who are in stay"))
+		s.do("CONFIG", "SET", "maxclients", "100")
+		client, d := connect(t, tr, single(s))
+		require.NoError(t, plain(ctx, client, "maxclients", "there is room again"))
+		d.requireVia(t, tr, s.addr)
+	})
+}
+
+func requireRefused(t *testing.T, tr transport, opt valkey.ClientOption, overTCP string) {
+	t.Helper()
+	opt.DialCtxFn = (&dials{dialer: tr.dialer()}).DialCtxFn
+	_, err := valkey.NewClient(opt)
+	require.Error(t, err)
+	if tr.tcp {
+		require.ErrorContains(t, err, overTCP)
+	} else {
+		require.ErrorIs(t, err, valkeyrdma.ErrDropped)
+	}
+	t.Logf("%v", err)
+}
+
+// A server in protected mode has nobody from elsewhere in until it has a password.
+func TestProtectedMode(t *testing.T) {
+	overBoth(t, func(t *testing.T, tr transport) {
+		requireRefused(t, tr, single(start(t, 0, "--protected-mode", "yes")), "protected mode")
+		s := start(t, 0, "--protected-mode", "yes", "--requirepass", "secret")
+		opt := single(s)
+		opt.Password = "secret"
+		client, d := connect(t, tr, opt)
+		require.NoError(t, plain(within(t, patience), client, "protected", "yes"))
+		d.requireVia(t, tr, s.addr)
+		opt.Password = "wrong"
+		opt.DialCtxFn = d.DialCtxFn
+		_, err := valkey.NewClient(opt)
+		require.ErrorContains(t, err, "WRONGPASS")
+	})
+}
+
+// A server without RDMA is reached over TCP where Fallback says so, and not otherwise.
+func TestFallbackOfClient(t *testing.T) {
+	watchdog(t, 5*time.Minute)
+	s := start(t, 0)
+	elsewhere := func(dst string) (string, string) { return "rdma", addPort(dst, 1000) } // nobody listens there
+	opt := single(s)
+	opt.PipelineMultiplex = -1 // one connection, so that nobody else appends to reasons
+	var reasons []error
+	client, d := connectBy(t, &valkeyrdma.Dialer{Route: elsewhere, Fallback: func(dst string, err error) bool {
+		reasons = append(reasons, err)
+		return true
+	}}, opt)
+	require.NoError(t, plain(within(t, patience), client, "fallback", "yes"))
+	d.requireVia(t, overTCP, s.addr)
+	require.NotEmpty(t, reasons)
+	require.True(t, isClear(reasons[0]), "%v", reasons[0])
+
+	opt.DialCtxFn = (&valkeyrdma.Dialer{Route: elsewhere}).DialCtxFn
+	_, err := valkey.NewClient(opt)
+	require.True(t, isClear(err), "%v", err)
+	require.False(t, errors.Is(err, context.DeadlineExceeded))
+}
