@@ -51,9 +51,6 @@ func TestClient(t *testing.T) {
 				{"AuthCredentialsFn", visit.authCredentials},
 				{"BGSAVE", visit.bgsave},
 			} {
-				if place.ioThreads != "1" && feature.name == "slow subscriber" {
-					continue // Valkey 9.1.2 itself hangs, for clients over TCP as well: docs/features.md
-				}
 				t.Run(feature.name, func(t *testing.T) { feature.test(visit{t, s, place.tr}, t) })
 			}
 		})
