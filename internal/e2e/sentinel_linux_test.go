@@ -18,8 +18,8 @@ import (
 	"github.com/valkeyrdma/valkeyrdma"
 )
 
-// startSentinel starts a sentinel, which speaks TCP only, and has it watch master.
-func startSentinel(t testing.TB, master *server) *server {
+// prepareSentinel makes a sentinel, which speaks TCP only, and has it watch master.
+func prepareSentinel(t testing.TB, master *server) *server {
 	t.Helper()
 	host := host(t)
 	port, dir := newPort(t, host), t.TempDir()
@@ -33,8 +33,8 @@ sentinel monitor mymaster %[1]s %[4]s 2
 sentinel down-after-milliseconds mymaster 5000
 sentinel failover-timeout mymaster 30000
 `, host, port, dir, master.port()), 0o600))
-	return launch(t, &server{addr: net.JoinHostPort(host, strconv.Itoa(port)), log: filepath.Join(dir, "log"),
-		ready: "+monitor master mymaster", args: []string{config, "--sentinel"}})
+	return &server{addr: net.JoinHostPort(host, strconv.Itoa(port)), log: filepath.Join(dir, "log"),
+		ready: "+monitor master mymaster", args: []string{config, "--sentinel"}}
 }
 
 // Sentinels are asked over TCP and data moves over RDMA, by one DialCtxFn. The client follows a failover.
@@ -48,9 +48,10 @@ func TestSentinel(t *testing.T) {
 	var servers []*server
 	var addrs []string
 	for range 3 {
-		s := startSentinel(t, master)
+		s := prepareSentinel(t, master)
 		servers, addrs, sentinels[s.addr] = append(servers, s), append(addrs, s.addr), true
 	}
+	launch(t, servers...)
 	for _, s := range servers {
 		eventually(t, "the sentinels know each other and the replica", func() bool {
 			m, err := s.try("SENTINEL", "MASTER", "mymaster")

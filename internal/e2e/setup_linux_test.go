@@ -94,6 +94,15 @@ var (
 	overTCP       = transport{name: "tcp", tcp: true}
 )
 
+// transports are those that tests run over. VALKEYRDMA_E2E_TCP=1 adds TCP, to compare with: what TCP does is no business of this
+// library, but tells whether a failure is.
+func transports() []transport {
+	if os.Getenv("VALKEYRDMA_E2E_TCP") == "" {
+		return []transport{overRDMA}
+	}
+	return []transport{overRDMA, overTCP}
+}
+
 func (tr transport) dialer() *valkeyrdma.Dialer {
 	switch {
 	case tr.tcp:
@@ -219,6 +228,7 @@ type server struct {
 	log   string
 	args  []string
 	ready string // what its log says when it is ready
+	past  int    // how long its log was before it started
 	cmd   *exec.Cmd
 	admin valkey.Client // over TCP, so that a test can act on the server whatever state RDMA is in
 }
@@ -227,49 +237,75 @@ type server struct {
 // failed.
 func start(t testing.TB, offset int, args ...string) *server {
 	t.Helper()
-	host := host(t)
-	port := newPort(t, host)
-	dir := t.TempDir()
-	return launch(t, &server{addr: net.JoinHostPort(host, strconv.Itoa(port)), log: filepath.Join(dir, "log"),
-		ready: "Ready to accept connections rdma",
-		args: append([]string{"--bind", host, "--port", strconv.Itoa(port), "--rdma-bind", host, "--rdma-port",
-			strconv.Itoa(port + offset), "--dir", dir, "--logfile", filepath.Join(dir, "log"), "--protected-mode", "no",
-			"--save", "", "--enable-debug-command", "yes", "--repl-diskless-sync-delay", "0"}, args...)})
-}
-
-func launch(t testing.TB, s *server) *server {
-	t.Helper()
-	s.t = t
-	s.run()
-	t.Cleanup(func() {
-		if t.Failed() {
-			t.Logf("the end of the log of %s:\n%s", s.addr, s.logTail())
-		}
-		if s.admin != nil {
-			s.admin.Close()
-		}
-		s.kill()
-	})
+	s := prepare(t, offset, args...)
+	launch(t, s)
 	return s
 }
 
-// run starts the process, the first time or again, and waits until it accepts connections.
+// prepare is start without the start.
+func prepare(t testing.TB, offset int, args ...string) *server {
+	t.Helper()
+	host := host(t)
+	port := newPort(t, host)
+	dir := t.TempDir()
+	return &server{addr: net.JoinHostPort(host, strconv.Itoa(port)), log: filepath.Join(dir, "log"),
+		ready: "Ready to accept connections rdma",
+		args: append([]string{"--bind", host, "--port", strconv.Itoa(port), "--rdma-bind", host, "--rdma-port",
+			strconv.Itoa(port + offset), "--dir", dir, "--logfile", filepath.Join(dir, "log"), "--protected-mode", "no",
+			"--save", "", "--enable-debug-command", "yes", "--repl-diskless-sync-delay", "0"}, args...)}
+}
+
+// launch starts servers, all at once because each takes a noticeable time, and waits for them.
+func launch(t testing.TB, servers ...*server) {
+	t.Helper()
+	for _, s := range servers {
+		s.t = t
+		t.Cleanup(func() {
+			if t.Failed() {
+				t.Logf("the end of the log of %s:\n%s", s.addr, s.logTail())
+			}
+			if s.admin != nil {
+				s.admin.Close()
+			}
+			s.kill()
+		})
+		s.begin()
+	}
+	for _, s := range servers {
+		s.await()
+	}
+}
+
+// run starts the process again, and waits until it accepts connections.
 func (s *server) run() {
 	s.t.Helper()
-	before, _ := os.ReadFile(s.log)
+	s.begin()
+	s.await()
+}
+
+func (s *server) begin() {
+	s.t.Helper()
+	log, _ := os.ReadFile(s.log)
+	s.past = len(log)
 	s.cmd = exec.Command(filepath.Join(lab(s.t, "VALKEYRDMA_VALKEY_DIR"), "valkey-server"), s.args...)
 	require.NoError(s.t, s.cmd.Start())
 	running.Store(s, nil)
+}
+
+func (s *server) await() {
+	s.t.Helper()
 	eventually(s.t, s.addr+" is ready", func() bool {
 		log, _ := os.ReadFile(s.log)
-		return strings.Contains(string(log[len(before):]), s.ready)
+		return strings.Contains(string(log[min(s.past, len(log)):]), s.ready)
 	})
 }
 
 // kill ends the process as kill -9 does.
 func (s *server) kill() {
-	_ = s.cmd.Process.Kill()
-	_ = s.cmd.Wait()
+	if s.cmd.Process != nil { // it is nil if the program could not be started
+		_ = s.cmd.Process.Kill()
+		_ = s.cmd.Wait()
+	}
 	running.Delete(s)
 }
 
@@ -320,7 +356,7 @@ func (s *server) info(field string, command ...string) string {
 		return ""
 	}
 	text, _ := m.ToString()
-	for line := range strings.Lines(text) {
+	for line := range strings.Lines(strings.TrimPrefix(text, "txt:")) { // which marks RESP3's verbatim strings
 		if v, ok := strings.CutPrefix(line, field+":"); ok {
 			return strings.TrimSpace(v)
 		}
