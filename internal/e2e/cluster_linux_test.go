@@ -75,32 +75,48 @@ func (c *cluster) addrs() []string {
 	return addrs
 }
 
-// A shard is a range of slots and who serves it, the master first.
+// A shard has slots, and nodes that serve them, the master first.
 type shard struct {
-	from, to int64
-	nodes    []*server
+	slots [][2]int64 // from, to
+	nodes []*server
 }
 
-// shards is what one node thinks of the cluster; nodes that failed are not in it.
+// shards is what one node tells clients of the cluster, by the command that valkey-go uses as well. Nodes that failed or have no data
+// yet are not in it.
 func (c *cluster) shards(s *server) []shard {
-	m, err := s.try("CLUSTER", "SLOTS")
+	m, err := s.try("CLUSTER", "SHARDS")
 	if err != nil {
 		return nil
 	}
-	ranges, _ := m.ToArray()
+	list, _ := m.ToArray()
 	var shards []shard
-	for _, r := range ranges {
-		fields, _ := r.ToArray()
-		from, _ := fields[0].AsInt64()
-		to, _ := fields[1].AsInt64()
-		sh := shard{from: from, to: to}
-		for _, f := range fields[2:] {
-			node, _ := f.ToArray()
-			port, _ := node[1].AsInt64()
-			i := slices.IndexFunc(c.nodes, func(s *server) bool { return s.port() == strconv.FormatInt(port, 10) })
-			sh.nodes = append(sh.nodes, c.nodes[i])
+	for _, item := range list {
+		fields, _ := item.AsMap()
+		slots, nodes := fields["slots"], fields["nodes"]
+		numbers, _ := slots.AsIntSlice()
+		members, _ := nodes.ToArray()
+		var sh shard
+		for pair := range slices.Chunk(numbers, 2) {
+			sh.slots = append(sh.slots, [2]int64{pair[0], pair[1]})
 		}
-		shards = append(shards, sh)
+		for _, member := range members {
+			about, _ := member.AsMap()
+			text := func(field string) string { m := about[field]; text, _ := m.ToString(); return text }
+			port := about["port"]
+			number, _ := port.AsInt64()
+			i := slices.IndexFunc(c.nodes, func(s *server) bool { return s.port() == strconv.FormatInt(number, 10) })
+			if i < 0 || text("health") != "online" {
+				continue
+			}
+			if text("role") == "master" {
+				sh.nodes = append([]*server{c.nodes[i]}, sh.nodes...)
+			} else {
+				sh.nodes = append(sh.nodes, c.nodes[i])
+			}
+		}
+		if len(sh.slots) > 0 {
+			shards = append(shards, sh)
+		}
 	}
 	return shards
 }
@@ -120,17 +136,16 @@ func (c *cluster) awaitWhole(t testing.TB) {
 				why = fmt.Sprintf("%s says that the cluster's state is %q", s.addr, state)
 				return false
 			}
-			masters := map[*server]bool{}
-			for _, sh := range c.shards(s) {
-				if len(sh.nodes) != 2 || sh.nodes[1].info("master_link_status") != "up" {
-					why = fmt.Sprintf("%s sees %d nodes at the slots from %d on, or the replica has not all data", s.addr, len(sh.nodes), sh.from)
+			shards := c.shards(s)
+			if len(shards) != 3 {
+				why = fmt.Sprintf("%s sees %d shards", s.addr, len(shards))
+				return false
+			}
+			for _, sh := range shards {
+				if len(sh.nodes) != 2 || sh.nodes[0].info("role") != "master" || sh.nodes[1].info("master_link_status") != "up" {
+					why = fmt.Sprintf("%s sees %d nodes at the slots %v, or the replica has not all data", s.addr, len(sh.nodes), sh.slots)
 					return false
 				}
-				masters[sh.nodes[0]] = true
-			}
-			if len(masters) != 3 {
-				why = fmt.Sprintf("%s sees %d masters", s.addr, len(masters))
-				return false
 			}
 		}
 		return true
@@ -141,11 +156,14 @@ func (c *cluster) awaitWhole(t testing.TB) {
 func (c *cluster) serving(t testing.TB, slot int64) (master, replica *server) {
 	t.Helper()
 	for _, sh := range c.shards(c.nodes[0]) {
-		if sh.from <= slot && slot <= sh.to {
-			return sh.nodes[0], sh.nodes[1]
+		for _, r := range sh.slots {
+			if r[0] <= slot && slot <= r[1] {
+				require.Len(t, sh.nodes, 2)
+				return sh.nodes[0], sh.nodes[1]
+			}
 		}
 	}
-	require.FailNow(t, "nobody serves slot", "%d", slot)
+	require.FailNow(t, "nobody serves it", "slot %d", slot)
 	return nil, nil
 }
 
@@ -156,12 +174,10 @@ func (c *cluster) slot(t testing.TB, key string) int64 {
 	return slot
 }
 
-// masters are those who serve slots, each once.
+// masters are those who serve slots.
 func (c *cluster) masters() (masters, replicas []*server) {
 	for _, sh := range c.shards(c.nodes[0]) {
-		if !slices.Contains(masters, sh.nodes[0]) {
-			masters, replicas = append(masters, sh.nodes[0]), append(replicas, sh.nodes[1:]...)
-		}
+		masters, replicas = append(masters, sh.nodes[0]), append(replicas, sh.nodes[1:]...)
 	}
 	return masters, replicas
 }
