@@ -4,6 +4,7 @@ package e2e
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -21,16 +22,13 @@ import (
 	"github.com/valkey-io/valkey-go"
 )
 
-// TestClient is a tour of valkey-go's features. docs/features.md lists them with these names.
+// TestClient is a tour of valkey-go's features. docs/features.md lists them with these names, and says why io-threads are for those
+// only who ask for them with VALKEYRDMA_E2E_IO_THREADS=4.
 func TestClient(t *testing.T) {
-	for _, place := range []struct {
-		name      string
-		ioThreads string
-		tr        transport
-	}{{"rdma", "1", overRDMA}, {"rdma, io-threads 4", "4", overRDMA}, {"tcp", "1", overTCP}} {
-		t.Run(place.name, func(t *testing.T) {
-			watchdog(t, 15*time.Minute)
-			s := start(t, 0, "--io-threads", place.ioThreads)
+	for _, tr := range transports() {
+		t.Run(tr.name, func(t *testing.T) {
+			watchdog(t, 20*time.Minute)
+			s := start(t, 0, "--io-threads", cmp.Or(os.Getenv("VALKEYRDMA_E2E_IO_THREADS"), "1"))
 			for _, feature := range []struct {
 				name string
 				test func(visit, *testing.T)
@@ -51,7 +49,7 @@ func TestClient(t *testing.T) {
 				{"AuthCredentialsFn", visit.authCredentials},
 				{"BGSAVE", visit.bgsave},
 			} {
-				t.Run(feature.name, func(t *testing.T) { feature.test(visit{t, s, place.tr}, t) })
+				t.Run(feature.name, func(t *testing.T) { feature.test(visit{t, s, tr}, t) })
 			}
 		})
 	}

@@ -293,11 +293,13 @@ func (c *cluster) testSlots(t *testing.T, tr transport) {
 // SendToReplicas sends what only reads to replicas, and nothing else.
 func (c *cluster) testReplicas(t *testing.T, tr transport) {
 	ctx := within(t, patience)
-	client, d := c.connect(t, tr, valkey.ClientOption{
+	masters, replicas := c.masters()
+	// valkey-go keeps the connections of InitAddress, and does not say READONLY there: a replica among them would refuse to read.
+	client, d := connect(t, tr, valkey.ClientOption{
+		InitAddress:    []string{masters[0].addr, masters[1].addr, masters[2].addr},
 		SendToReplicas: func(cmd valkey.Completed) bool { return cmd.IsReadOnly() },
 	})
 	const n = 60
-	masters, replicas := c.masters()
 	gets := func(servers []*server) (sum int) {
 		for _, s := range servers {
 			sum += s.calls("get")
