@@ -343,7 +343,8 @@ func (v visit) pubSub(t *testing.T) {
 	}
 }
 
-// A subscriber that does not read loses nothing while the server keeps it; when the server has had enough, it says so.
+// A subscriber that does not read loses nothing while the server keeps it, and has a clear error when the server has had enough. The
+// server counts little of such messages, because it keeps them once for all subscribers: hence the small limit.
 func (v visit) slowSubscriber(t *testing.T) {
 	ctx := within(t, 2*patience)
 	publisher, _ := v.connect(valkey.ClientOption{})
@@ -357,7 +358,7 @@ func (v visit) slowSubscriber(t *testing.T) {
 	for _, test := range []struct {
 		name, limit string
 		total       int
-	}{{"patient", "pubsub 0 0 0", 1000}, {"impatient", "pubsub 1mb 0 0", 0}} {
+	}{{"patient", "pubsub 0 0 0", 1000}, {"impatient", "pubsub 128kb 0 0", 0}} {
 		v.s.do("CONFIG", "SET", "client-output-buffer-limit", test.limit)
 		client, _ := v.connect(valkey.ClientOption{DisableRetry: true})
 		subscribed, awake := make(chan struct{}), make(chan struct{})
@@ -406,18 +407,17 @@ func noise(n int) []byte {
 	return b
 }
 
-// Values of all sizes come back as they were. VALKEYRDMA_LARGE=512 adds one of 512 MiB, which needs some 2 GiB of memory.
+// Values of all sizes, up to the largest that Valkey takes, come back as they were. VALKEYRDMA_E2E_LARGE is the largest in MiB, for
+// machines with less memory than the 2 GiB that client and server need together for 512.
 func (v visit) values(t *testing.T) {
 	ctx := within(t, 4*patience)
-	client, _ := v.connect(valkey.ClientOption{})
-	sizes := []int{0, 1, 64<<10 - 1, 64 << 10, 1<<20 - 1, 1<<20 + 1, 5 << 20, 64 << 20}
-	if mib, err := strconv.Atoi(os.Getenv("VALKEYRDMA_LARGE")); err == nil {
-		sizes = append(sizes, mib<<20)
-	}
-	for _, size := range sizes {
+	client, _ := v.connect(valkey.ClientOption{ConnWriteTimeout: 4 * patience})
+	largest, err := strconv.Atoi(cmp.Or(os.Getenv("VALKEYRDMA_E2E_LARGE"), "512"))
+	require.NoError(t, err)
+	for _, size := range []int{0, 1, 64<<10 - 1, 64 << 10, 1<<20 - 1, 1<<20 + 1, 5 << 20, largest << 20} {
 		value := noise(size)
 		require.NoError(t, client.Do(ctx, client.B().Set().Key("value").Value(valkey.BinaryString(value)).Build()).Error(), "%d bytes", size)
-		if size <= 64<<20 {
+		if size <= 5<<20 {
 			got, err := client.Do(ctx, client.B().Get().Key("value").Build()).AsBytes()
 			require.NoError(t, err, "%d bytes", size)
 			require.True(t, bytes.Equal(value, got), "%d bytes", size)
@@ -428,7 +428,6 @@ func (v visit) values(t *testing.T) {
 		n, err := stream.WriteTo(&comparer{want: value})
 		require.NoError(t, err)
 		require.Equal(t, int64(size), n)
-		t.Logf("%d MiB were right", size>>20)
 	}
 	require.NoError(t, client.Do(ctx, client.B().Del().Key("value").Build()).Error())
 }
