@@ -14,10 +14,13 @@ import (
 )
 
 // isClear says whether err is one of those by which a caller can tell what has become of a server that is killed: the end of a
-// connection (unexpected where it came amid an answer), a dial that nobody answers, and what Valkey itself says of a topology that changes.
+// connection (unexpected where it came amid an answer), a dial that nobody answers, and what Valkey or valkey-go says of a topology
+// that changes.
 func isClear(err error) bool {
-	if errors.Is(err, errUnreplicated) || errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
-		return true
+	for _, is := range []error{errUnreplicated, io.EOF, io.ErrUnexpectedEOF, valkey.ErrNoSlot} {
+		if errors.Is(err, is) {
+			return true
+		}
 	}
 	if e, ok := valkey.IsValkeyErr(err); ok {
 		word, _, _ := strings.Cut(e.Error(), " ")
