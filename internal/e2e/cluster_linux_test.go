@@ -451,17 +451,18 @@ func (c *cluster) testFailover(t *testing.T, tr transport) {
 	l := startLoad(t, client, "failover:"+tr.name, replicated)
 	l.progress(50)
 	victim, heir := c.serving(t, 0)
-	timeout := func(ms string) {
-		for _, s := range c.nodes {
+	timeout := func(ms string, nodes []*server) {
+		for _, s := range nodes {
 			s.do("CONFIG", "SET", "cluster-node-timeout", ms)
 		}
 	}
-	timeout("3000")
+	timeout("3000", c.nodes)
 	victim.kill()
 	eventually(t, "the replica is the master", func() bool { return heir.info("role") == "master" })
+	// Back to the long time at once, so that no other node is declared dead. The killed one starts with it.
+	timeout("30000", slices.DeleteFunc(slices.Clone(c.nodes), func(s *server) bool { return s == victim }))
 	victim.run()
 	c.awaitWhole(t)
-	timeout("30000")
 	l.progress(50)
 	l.finish()
 	require.NotEmpty(t, l.errors)
