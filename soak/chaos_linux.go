@@ -41,6 +41,13 @@ func (w *weather) excuses(start time.Time) bool {
 	return w.active > 0 || start.Before(w.end.Add(grace))
 }
 
+// since tells whether there was a disturbance after t.
+func (w *weather) since(t time.Time) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.active > 0 || t.Before(w.end)
+}
+
 // tick counts calm time.
 func (w *weather) tick(d time.Duration) {
 	w.mu.Lock()

@@ -2,8 +2,11 @@ package main
 
 import (
 	"context"
+	"crypto/tls"
+	"errors"
 	"flag"
 	"fmt"
+	"io"
 	"maps"
 	"math/rand/v2"
 	"net"
@@ -339,6 +342,9 @@ func (k *soak) tally(s *side, kind string, begin time.Time, err error) {
 		return
 	}
 	excused := s.weather.excuses(begin)
+	if ended := new(endedError); errors.As(err, &ended) {
+		excused = excused || s.weather.since(ended.used)
+	}
 	k.mu.Lock()
 	k.failures++
 	k.errors[s.name+": "+kind+": "+normal(err.Error())]++
@@ -407,4 +413,49 @@ func (k *soak) report() bool {
 }
 
 // dial is what the soak is about.
-var dial = valkeyrdma.DialCtxFn
+func dial(ctx context.Context, dst string, d *net.Dialer, t *tls.Config) (net.Conn, error) {
+	c, err := valkeyrdma.DialCtxFn(ctx, dst, d, t)
+	if err != nil {
+		return nil, err
+	}
+	n := &noted{Conn: c}
+	n.used.Store(time.Now().UnixNano())
+	return n, nil
+}
+
+// A noted connection remembers when it was used. One that lies idle in a pool while a disturbance ends it is found out when it is used
+// next, maybe long after.
+type noted struct {
+	net.Conn
+	used atomic.Int64 // Unix time in nanoseconds
+}
+
+// An endedError is the error of a Write to a connection that the server had ended already.
+type endedError struct {
+	error
+	used time.Time // the last time that the connection was good for anything
+}
+
+func (e *endedError) Unwrap() error { return e.error }
+
+func (c *noted) Read(b []byte) (int, error) {
+	n, err := c.Conn.Read(b)
+	if n > 0 {
+		c.used.Store(time.Now().UnixNano())
+	}
+	return n, err
+}
+
+func (c *noted) Write(b []byte) (int, error) { return c.written(c.Conn.Write(b)) }
+
+func (c *noted) WriteString(s string) (int, error) { return c.written(io.WriteString(c.Conn, s)) }
+
+func (c *noted) written(n int, err error) (int, error) {
+	if errors.Is(err, syscall.EPIPE) {
+		return n, &endedError{err, time.Unix(0, c.used.Load())}
+	}
+	if err == nil {
+		c.used.Store(time.Now().UnixNano())
+	}
+	return n, err
+}
