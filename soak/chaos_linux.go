@@ -35,11 +35,7 @@ func (w *weather) over() {
 }
 
 // excuses tells whether an operation that began at start, and is over, may have failed because of a disturbance.
-func (w *weather) excuses(start time.Time) bool {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return w.active > 0 || start.Before(w.end.Add(grace))
-}
+func (w *weather) excuses(start time.Time) bool { return w.since(start.Add(-grace)) }
 
 // since tells whether there was a disturbance after t.
 func (w *weather) since(t time.Time) bool {
