@@ -717,7 +717,7 @@ static void stage(struct vr_conn *c, const uint8_t *from, uint32_t n)
 	atomic_store(&c->tx_staged, staged + n);
 }
 
-struct vr_result vr_write(struct vr_conn *c, const void *buf, size_t len)
+struct vr_result vr_write(struct vr_conn *c, const void *buf, size_t len, bool more)
 {
 	struct vr_result r = {0, 0};
 	size_t done = 0;
@@ -731,10 +731,10 @@ struct vr_result vr_write(struct vr_conn *c, const void *buf, size_t len)
 		r.wake = vr_finish(c, 0);
 		return r;
 	}
-	atomic_fetch_add(&c->writes, 1);
 	if (atomic_load(&c->wr_waiting))
 		atomic_store(&c->wr_waiting, false);
 	if (write_inline(c, buf, len > UINT32_MAX ? UINT32_MAX : (uint32_t)len)) {
+		atomic_fetch_add(&c->writes, !more);
 		r.n = (int64_t)len;
 		r.wake = vr_finish(c, 0);
 		return r;
@@ -775,6 +775,7 @@ struct vr_result vr_write(struct vr_conn *c, const void *buf, size_t len)
 	if (atomic_exchange(&c->tx_more, false))
 		vr_tx_kick(c);
 	vr_spin_end(&s);
+	atomic_fetch_add(&c->writes, done == len && !more);
 	/* What could not be posted is, by whoever hears of the completion it waits for. */
 	if (vr_unposted(c) && !atomic_load(&c->rd_looking))
 		r.wake |= vr_arm(c);

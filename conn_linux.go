@@ -262,7 +262,7 @@ func (c *conn) write(p unsafe.Pointer, size int) (int, error) {
 		}
 		// In pieces, so that a large Write over a fast link sees its deadline, and Close, in time.
 		piece := min(size-done, maxPerCall)
-		res := C.vr_write(c.c, unsafe.Add(p, done), C.size_t(piece))
+		res := C.vr_write(c.c, unsafe.Add(p, done), C.size_t(piece), C.bool(piece < size-done))
 		c.signal(res.wake &^ C.VR_WAKE_WRITER)
 		switch {
 		case res.n > 0:

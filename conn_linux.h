@@ -153,9 +153,9 @@ struct vr_result vr_read(struct vr_conn *c, void *buf, size_t len);
 /*
  * Takes bytes for sending: what fits is copied, and posted as far as window, credits and send queue allow;
  * the rest of what was taken is posted as these return. n > 0: bytes taken; -EAGAIN: none, staging is full,
- * wait to be woken; otherwise the connection is broken. len must not be 0.
+ * wait to be woken; otherwise the connection is broken. len must not be 0. more: another piece of the same Write follows.
  */
-struct vr_result vr_write(struct vr_conn *c, const void *buf, size_t len);
+struct vr_result vr_write(struct vr_conn *c, const void *buf, size_t len, bool more);
 
 /*
  * Serves the descriptors behind epfd: completion events, CM events. n is 1 if it found something to do,

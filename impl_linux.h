@@ -173,7 +173,7 @@ struct vr_conn {
 	_Atomic bool polled;                  /* the poller looks in its stead */
 	_Atomic bool poll_expired;            /* the poller has put it to sleep */
 	_Atomic uint64_t polled_at, slept_at; /* since when; 0: does not */
-	_Atomic uint32_t writes;              /* calls of vr_write */
+	_Atomic uint32_t writes;              /* Writes that vr_write took wholly */
 	uint32_t writes_seen, pipelining;     /* see note_requests */
 	uint32_t spin_score, spin_pause, spin_backoff;
 	uint64_t spin_wait, spin_sleep; /* averages */

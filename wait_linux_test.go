@@ -232,6 +232,39 @@ func TestWaitWithoutSpinning(t *testing.T) {
 	require.NotZero(t, s.Sleeps)
 }
 
+// A Write is one request, into however many calls it is divided, so its reply is worth spinning for.
+func TestWaitLargeWrites(t *testing.T) {
+	if processors() == 1 {
+		t.Fatal("nothing spins on one processor: this test needs two")
+	}
+	w := watchdog(t, 2*time.Minute)
+	c, p := pair(t, w, fake(t, rdmatest.Options{}), defaults)
+	request, reply := make([]byte, 8*maxPerCall), []byte("+OK\r\n")
+	go func() {
+		for {
+			if _, err := io.CopyN(io.Discard, p, int64(len(request))); err != nil {
+				return
+			}
+			if _, err := p.Write(reply); err != nil {
+				return
+			}
+		}
+	}()
+	const warmup, total = 10, 10
+	var before Stats
+	for i := range warmup + total {
+		if i == warmup {
+			before = c.Stats()
+		}
+		_, err := c.Write(request)
+		require.NoError(t, err)
+		_, err = io.ReadFull(c, reply)
+		require.NoError(t, err)
+	}
+	t.Logf("%d waits ended while the reader looked, %d asleep", c.Stats().Spins-before.Spins, c.Stats().Sleeps-before.Sleeps)
+	require.NotZero(t, c.Stats().Spins-before.Spins)
+}
+
 // One call into C for each Read and Write that need not wait, and no allocation.
 func TestCallsIntoC(t *testing.T) {
 	w := watchdog(t, time.Minute)
