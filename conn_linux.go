@@ -221,6 +221,9 @@ func (c *conn) Read(b []byte) (int, error) {
 		if res.wake&C.VR_YIELD != 0 {
 			runtime.Gosched()
 		}
+		if res.wake&C.VR_NAP != 0 {
+			nap()
+		}
 		switch {
 		case res.n > 0:
 			return int(res.n), nil

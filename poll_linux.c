@@ -22,10 +22,14 @@ enum {
 	SPIN_PAUSE = 16,     /* waits without spinning after that; twice as many each time... */
 	SPIN_PAUSE_LOG = 4,  /* ...this often */
 	SPIN_FACTOR = 32,    /* a wait may take this many times the usual one */
+	LATE_FACTOR = 4,     /* one that takes this many times a short one is late */
+	NAPS = 8,            /* naps between two turns for other goroutines */
 
 	/* Nanoseconds. */
 	SPIN_MIN = 50 * 1000,
+	LATE_MIN = 100 * 1000,
 	SPIN_WARMUP = 20 * 1000 * 1000, /* after a pause waits tell nothing for so long: see note_wait */
+	SLICE_ONE_LOOK = 1,
 	SLICE_MIN = 10 * 1000,          /* how long to look before other goroutines get a turn */
 	SLICE_MAX = 2 * 1000 * 1000,
 	YIELD_SHORT = 10 * 1000,        /* a turn that took no longer was not used */
@@ -218,6 +222,30 @@ static void note_wait(struct vr_conn *c, uint64_t now)
 		average(&c->spin_wait, now - c->spin_began);
 }
 
+/* Down fast and up slowly. */
+static void note_short(struct vr_conn *c, uint64_t ns)
+{
+	if (!c->spin_short)
+		c->spin_short = ns;
+	else if (ns < c->spin_short)
+		c->spin_short -= (c->spin_short - ns) / 4;
+	else
+		c->spin_short += min64(ns - c->spin_short, c->spin_short) / 32;
+}
+
+/*
+ * Whether the reader may be what the answer waits for. The kernel lets a thread that has slept run for milliseconds before one on the
+ * same processor that has not (place_entity in its kernel/sched/fair.c), and sched_yield changes nothing about that: only
+ * sleep does. If the one that has not slept is the server, it could not answer while we look, and another processor that is
+ * idle need not help it, since the kernel does not look for one where it thinks all are busy (select_idle_cpu).
+ */
+static bool late(struct vr_conn *c, uint64_t now)
+{
+	uint64_t usual = LATE_FACTOR * (c->spin_short ? c->spin_short : SLEEP_GUESS);
+
+	return now - c->spin_began > (usual > LATE_MIN ? usual : LATE_MIN);
+}
+
 static void note_hit(struct vr_conn *c)
 {
 	c->spin_score += c->spin_score < SPIN_SCORE_MAX;
@@ -289,7 +317,9 @@ static uint64_t next_slice(struct vr_conn *c)
 		/* A turn that others used shows that there is work: they should not wait for long. */
 		c->spin_slice = now - c->yielded_at < YIELD_SHORT ? min64(2 * c->spin_slice, SLICE_MAX) : SLICE_MIN;
 	}
-	return now < c->spin_until ? min64(c->spin_until - now, c->spin_slice) : 0;
+	if (now >= c->spin_until)
+		return 0;
+	return late(c, now) ? SLICE_ONE_LOOK : min64(c->spin_until - now, c->spin_slice);
 }
 
 /*
@@ -321,6 +351,7 @@ uint32_t vr_await(struct vr_conn *c)
 	now = now_ns();
 	if (busy(c, wake)) {
 		if (c->spin_began) {
+			note_short(c, now - c->spin_began);
 			note_wait(c, now);
 			note_hit(c);
 		}
@@ -345,6 +376,11 @@ uint32_t vr_await(struct vr_conn *c)
 		return wake | VR_POLL;
 	}
 	if (c->spin_began && now < c->spin_until) {
+		if (late(c, now)) {
+			wake |= VR_NAP;
+			if (++c->naps % NAPS)
+				return wake | VR_WAKE_READER;
+		}
 		c->yielded_at = now;
 		return wake | VR_YIELD | VR_WAKE_READER;
 	}

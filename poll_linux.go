@@ -15,12 +15,19 @@ import (
 	"runtime"
 	"slices"
 	"sync"
+	"syscall"
 	"time"
 	"unsafe"
 )
 
 // Waiting is decided in poll_linux.c. Here are the two goroutines that it takes for all connections together, each of which
 // exists only while there is something to do: the tender, and the poller.
+
+// moment is as short a sleep as the kernel can make it.
+var moment = syscall.Timespec{Nsec: 1}
+
+// nap gives the processor to whoever else wants it, which no yielding does: see late in poll_linux.c.
+func nap() { _ = syscall.Nanosleep(&moment, nil) }
 
 // maxSpinners is how many goroutines may spin at a time.
 func maxSpinners() int { return max(1, processors()/2) }
@@ -147,10 +154,11 @@ func (p *poller) rest() (on bool) {
 }
 
 // The poller looks for slices of up to maxSlice. If the turn for other goroutines between two of them takes longer than
-// shortTurn, it was used, and the next slices are a single look.
+// shortTurn, it was used, and the next slices are a single look. When nothing has come for napAfter, it naps as a reader does.
 const (
 	maxSlice  = 100 * time.Microsecond
 	shortTurn = 10 * time.Microsecond
+	napAfter  = 500 * time.Microsecond
 )
 
 func (p *poller) run() {
@@ -158,6 +166,9 @@ func (p *poller) run() {
 	p.vain = 0
 	p.busy.Unlock()
 	for p.look() {
+		if p.vain > napAfter {
+			nap()
+		}
 		before := time.Now()
 		runtime.Gosched()
 		if time.Since(before) > shortTurn {
