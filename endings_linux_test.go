@@ -293,8 +293,8 @@ func TestH21Child(t *testing.T) {
 // H23: a server that dies under load gives a clean error to every call in flight, and to each after it.
 func TestH23ServerKilled(t *testing.T) {
 	w := watchdog(t, time.Minute)
-	addr := startServer(t, "--protected-mode", "no")
-	c := dialTo(t, w, addr)
+	s := startServer(t)
+	c := dialTo(t, w, s.Addr)
 	var wg sync.WaitGroup
 	readErr, writeErr := error(nil), error(nil)
 	wg.Go(func() { _, readErr = io.Copy(io.Discard, c) })
@@ -304,7 +304,7 @@ func TestH23ServerKilled(t *testing.T) {
 		}
 	})
 	time.Sleep(300 * time.Millisecond)
-	require.NoError(t, exec.Command("pkill", "-KILL", "-f", ":6400").Run())
+	s.Kill()
 	wg.Wait()
 	t.Logf("read: %v; write: %v", readErr, writeErr)
 	require.Error(t, writeErr)

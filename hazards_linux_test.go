@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"github.com/valkeyrdma/valkeyrdma/internal/labtest"
 	"github.com/valkeyrdma/valkeyrdma/internal/rdmatest"
 )
 
@@ -88,7 +89,7 @@ func readPeer(t testing.TB, p *rdmatest.Peer, n int) []byte {
 // deviceCounters reads the device's counters of receives that were not ready.
 func deviceCounters(t testing.TB) map[string]int {
 	t.Helper()
-	dir := filepath.Join("/sys/class/infiniband", labAddr(t, "VALKEYRDMA_DEVICE"), "ports/1/hw_counters")
+	dir := filepath.Join("/sys/class/infiniband", labtest.Var(t, "VALKEYRDMA_DEVICE"), "ports/1/hw_counters")
 	counters := map[string]int{}
 	for _, name := range []string{"rcvd_rnr_err", "send_rnr_err", "retry_rnr_exceeded_err"} {
 		b, err := os.ReadFile(filepath.Join(dir, name))
@@ -208,7 +209,7 @@ func TestH02NobodyReads(t *testing.T) {
 	// The callback sleeps while everything is published. The first messages go one at a time, each of them a write of the
 	// server; of the rest it puts many into one.
 	const total, single = 100_000, 6000
-	pub, err := net.Dial("tcp", labAddr(t, "VALKEYRDMA_TCP_ADDR"))
+	pub, err := net.Dial("tcp", labtest.Var(t, "VALKEYRDMA_TCP_ADDR"))
 	require.NoError(t, err)
 	defer pub.Close()
 	replies := bufio.NewReader(pub)

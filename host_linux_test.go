@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"github.com/valkeyrdma/valkeyrdma/internal/labtest"
 )
 
 // Hosts that lack something. Each test runs this test binary again as a child in a world of its own, which dials once and
@@ -120,7 +121,7 @@ func TestHostLinking(t *testing.T) {
 	require.NotContains(t, imports(self), "ibverbs")
 	require.NotContains(t, imports(self), "rdmacm")
 
-	linked := labAddr(t, "VALKEYRDMA_CONSUMER") + "-linked"
+	linked := labtest.Var(t, "VALKEYRDMA_CONSUMER") + "-linked"
 	require.Contains(t, imports(linked), "ibverbs")
 	require.Contains(t, imports(linked), "rdmacm")
 	out, err := exec.Command(linked, addr).CombinedOutput()
@@ -149,7 +150,7 @@ func TestH16LockedMemory(t *testing.T) {
 // An iWARP device has RDMA writes, but none with immediate data.
 func TestH18IWARP(t *testing.T) {
 	watchdog(t, time.Minute)
-	addr, consumer := rdmaAddr(t), labAddr(t, "VALKEYRDMA_CONSUMER")
+	addr, consumer := rdmaAddr(t), labtest.Var(t, "VALKEYRDMA_CONSUMER")
 	cmd := exec.Command(consumer+"-linked", addr)
 	cmd.Env = append(os.Environ(), "LD_PRELOAD="+consumer+"-iwarp.so")
 	out, err := cmd.CombinedOutput()

@@ -9,8 +9,6 @@ import (
 	"io"
 	"net"
 	"os"
-	"os/exec"
-	"runtime/pprof"
 	"strconv"
 	"strings"
 	"sync"
@@ -18,22 +16,14 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"github.com/valkeyrdma/valkeyrdma/internal/labtest"
 	"github.com/valkeyrdma/valkeyrdma/internal/rdmatest"
+	"github.com/valkeyrdma/valkeyrdma/internal/servers"
 )
 
 // Integration tests run inside the laboratory (scripts/lab), which tells them where RDMA and Valkey are.
 
-// labAddr returns a variable of the laboratory, or skips. "make test" counts a skip inside the laboratory as a failure.
-func labAddr(t testing.TB, name string) string {
-	t.Helper()
-	addr := os.Getenv(name)
-	if addr == "" {
-		t.Skipf("needs RDMA and a Valkey server (%s is not set): run make test, which brings both", name)
-	}
-	return addr
-}
-
-func rdmaAddr(t testing.TB) string { return labAddr(t, "VALKEYRDMA_RDMA_ADDR") }
+func rdmaAddr(t testing.TB) string { return labtest.Var(t, "VALKEYRDMA_RDMA_ADDR") }
 
 // watched keeps the connections of a test for the watchdog.
 type watched struct {
@@ -48,32 +38,27 @@ func (w *watched) add(c net.Conn) *conn {
 	return c.(*conn)
 }
 
-// watchdog ends the process, after it has printed all goroutines and the state of the test's connections, if the
-// test is not over within limit: a hang is the worst bug, and a bare timeout does not explain it.
+// watchdog ends the process if the test is not over within limit, after it has printed all goroutines and the state of the
+// test's connections.
 func watchdog(t testing.TB, limit time.Duration) *watched {
 	t.Helper()
-	if v, err := time.ParseDuration(os.Getenv("VALKEYRDMA_WATCHDOG")); err == nil { // scripts/guards has no time for hangs
-		limit = v
-	}
 	w := new(watched)
-	timer := time.AfterFunc(limit, func() {
-		fmt.Fprintf(os.Stderr, "\nWATCHDOG: %s is not over after %v\n", t.Name(), limit)
-		_ = pprof.Lookup("goroutine").WriteTo(os.Stderr, 2)
-		w.mu.Lock()
-		for i, c := range w.conns {
-			state := make(chan string, 1)
-			go func() { state <- fmt.Sprintf("closed %v, %+v", c.closed.Load(), c.Stats()) }()
-			select {
-			case s := <-state:
-				fmt.Fprintf(os.Stderr, "connection %d: %s\n", i, s)
-			case <-time.After(time.Second):
-				fmt.Fprintf(os.Stderr, "connection %d: its locks are taken\n", i)
-			}
-		}
-		os.Exit(3)
-	})
-	t.Cleanup(func() { timer.Stop() })
+	labtest.Watchdog(t, limit, w.print)
 	return w
+}
+
+func (w *watched) print() {
+	w.mu.Lock()
+	for i, c := range w.conns {
+		state := make(chan string, 1)
+		go func() { state <- fmt.Sprintf("closed %v, %+v", c.closed.Load(), c.Stats()) }()
+		select {
+		case s := <-state:
+			fmt.Fprintf(os.Stderr, "connection %d: %s\n", i, s)
+		case <-time.After(time.Second):
+			fmt.Fprintf(os.Stderr, "connection %d: its locks are taken\n", i)
+		}
+	}
 }
 
 // dialLab connects to the laboratory's Valkey.
@@ -146,31 +131,23 @@ func serverDo(t testing.TB, addr string, args ...string) string {
 	return command(t, c, bufio.NewReader(c), args...)
 }
 
-// startServer starts a Valkey of the test's own beside the laboratory's, and returns its address, the same for RDMA and TCP.
-func startServer(t testing.TB, args ...string) string {
+// startServer starts a Valkey of the test's own beside the laboratory's, with the same port for RDMA and TCP.
+func startServer(t testing.TB, args ...string) *servers.Server {
 	t.Helper()
 	host, _, err := net.SplitHostPort(rdmaAddr(t))
 	require.NoError(t, err)
-	dir := t.TempDir()
-	const port = "6400"
-	addr := net.JoinHostPort(host, port)
-	cmd := exec.Command(labAddr(t, "VALKEYRDMA_VALKEY_DIR")+"/valkey-server", append([]string{
-		"--bind", host, "--port", port, "--rdma-bind", host, "--rdma-port", port, "--save", "", "--dir", dir,
-		"--logfile", dir + "/log", "--enable-debug-command", "yes"}, args...)...)
-	require.NoError(t, cmd.Start())
+	port, err := servers.NewPort(host)
+	require.NoError(t, err)
+	s := servers.New(host, port, port, t.TempDir(), append([]string{"--enable-debug-command", "yes"}, args...)...)
+	require.NoError(t, s.Begin())
 	t.Cleanup(func() {
-		_ = cmd.Process.Kill()
-		_ = cmd.Wait()
+		s.Kill()
 		if t.Failed() {
-			log, _ := os.ReadFile(dir + "/log")
-			t.Logf("the server's log:\n%s", log)
+			t.Logf("the end of the server's log:\n%s", s.LogTail())
 		}
 	})
-	require.Eventually(t, func() bool {
-		log, _ := os.ReadFile(dir + "/log")
-		return strings.Contains(string(log), "Ready to accept connections rdma")
-	}, 20*time.Second, 50*time.Millisecond)
-	return addr
+	require.NoError(t, s.Await(time.Minute))
+	return s
 }
 
 // warm makes the first dial of the process, which opens what stays open for its life: the libraries, the device.

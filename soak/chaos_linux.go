@@ -8,6 +8,8 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"github.com/valkeyrdma/valkeyrdma/internal/servers"
 )
 
 // grace is how long after a disturbance operations may still begin and fail because of it: dials take up to 20 s to give up.
@@ -113,11 +115,11 @@ func (k *soak) seconds(least, most float64) time.Duration {
 func (k *soak) killServer() error {
 	return disturb(func() error {
 		s := k.alone.servers[0]
-		if _, err := s.do("CLIENT", "PAUSE", "60000", "WRITE"); err != nil {
+		if _, err := s.Do("CLIENT", "PAUSE", "60000", "WRITE"); err != nil {
 			return err
 		}
 		time.Sleep(k.seconds(0, 0.1))
-		s.kill()
+		s.Kill()
 		time.Sleep(k.seconds(0, 2))
 		return s.start()
 	}, k.alone)
@@ -126,9 +128,9 @@ func (k *soak) killServer() error {
 func (k *soak) pause(side *side, s *server) error {
 	return disturb(func() error {
 		side.epoch.Add(1) // a pause that lasts long enough on a slow machine makes a replica take over
-		s.signal(syscall.SIGSTOP)
+		s.Signal(syscall.SIGSTOP)
 		time.Sleep(k.seconds(1, 5))
-		s.signal(syscall.SIGCONT)
+		s.Signal(syscall.SIGCONT)
 		side.epoch.Add(1)
 		return nil
 	}, side)
@@ -140,7 +142,7 @@ func (k *soak) killConnections(side *side) error {
 			s := side.servers[k.rng.IntN(len(side.servers))]
 			ids := s.clients()
 			for range min(len(ids), 1+k.rng.IntN(8)) {
-				if n, err := s.do("CLIENT", "KILL", "ID", ids[k.rng.IntN(len(ids))]); err == nil && n == "1" {
+				if n, err := s.Do("CLIENT", "KILL", "ID", ids[k.rng.IntN(len(ids))]); err == nil && n == "1" {
 					k.count(&k.disturbances, "connections killed")
 				}
 			}
@@ -155,7 +157,7 @@ func (k *soak) killMaster() error {
 	return disturb(func() error {
 		nodes := k.cluster.servers
 		replicas := make(map[int]int)
-		err := wait(2*time.Minute, "each master to have its replica", func() (bool, error) {
+		err := servers.Wait(2*time.Minute, "each master to have its replica", func() (bool, error) {
 			clear(replicas)
 			for i, s := range nodes {
 				if m := masterOf(nodes, s); m >= 0 && s.isReplicaOK() {
@@ -176,8 +178,8 @@ func (k *soak) killMaster() error {
 		heir := nodes[replicas[master]]
 		k.cluster.epoch.Add(1)
 		defer k.cluster.epoch.Add(1)
-		nodes[master].kill()
-		err = wait(2*time.Minute, heir.name+" to take over", func() (bool, error) {
+		nodes[master].Kill()
+		err = servers.Wait(2*time.Minute, heir.name+" to take over", func() (bool, error) {
 			return heir.role() == "master" && heir.clusterOK(), nil
 		})
 		if err != nil {
@@ -186,7 +188,7 @@ func (k *soak) killMaster() error {
 		if err := nodes[master].start(); err != nil {
 			return err
 		}
-		return wait(2*time.Minute, nodes[master].name+" to be a replica, and all nodes to agree", func() (bool, error) {
+		return servers.Wait(2*time.Minute, nodes[master].name+" to be a replica, and all nodes to agree", func() (bool, error) {
 			for _, s := range nodes {
 				if !s.clusterOK() {
 					return false, nil

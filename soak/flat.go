@@ -25,6 +25,9 @@ type ending struct {
 }
 
 const (
+	// steadyAfter is how long a soak has to last for its second quarter to be like the last.
+	steadyAfter = 4 * time.Minute
+
 	threadSlack = 8        // Go gives no thread back; so many more, or a half, may be needed later than in the first third
 	rssSlack    = 64 << 20 // and a quarter of what was used in the second quarter
 )

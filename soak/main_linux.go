@@ -132,11 +132,9 @@ func (k *soak) startServers(host string) error {
 	if k.dir, err = os.MkdirTemp("", "valkeyrdma-soak-"); err != nil {
 		return err
 	}
-	port, err := freePorts(host, 7)
-	if err != nil {
-		return err
+	died := func(s *server) {
+		k.wrong("%s has ended, and was not killed; the end of its log:\n%s", s.name, s.LogTail())
 	}
-	died := func(s *server) { k.wrong("%s has ended, and was not killed: %s", s.name, s.tail()) }
 	for i := range 7 {
 		side, name := k.cluster, fmt.Sprintf("node%d", i)
 		args := []string{"--cluster-enabled", "yes", "--cluster-node-timeout", "10000", "--cluster-replica-validity-factor", "0",
@@ -145,7 +143,7 @@ func (k *soak) startServers(host string) error {
 			// What was acknowledged is on disk: it must be there after kill -9.
 			side, name, args = k.alone, "server", []string{"--appendonly", "yes", "--appendfsync", "always"}
 		}
-		s, err := newServer(name, k.dir, host, port+i, died, args...)
+		s, err := newServer(name, k.dir, host, died, args...)
 		if err != nil {
 			return err
 		}
@@ -157,18 +155,27 @@ func (k *soak) startServers(host string) error {
 	if err := formCluster(k.cluster.servers); err != nil {
 		return err
 	}
-	k.logf("a server and a cluster of %d are up, on ports %d to %d", len(k.cluster.servers), port, port+6)
+	k.logf("a server, %s, and a cluster of %d are up", k.alone.servers[0].Addr, len(k.cluster.servers))
 	return nil
 }
 
 func (k *soak) takedown() {
+	k.hangUp()
 	for _, side := range k.sides() {
 		for _, s := range side.servers {
-			s.signal(syscall.SIGCONT)
-			s.kill()
+			s.Kill()
 		}
 	}
 	_ = os.RemoveAll(k.dir)
+}
+
+// hangUp closes the connections by which the servers are managed, so that only those under test are counted.
+func (k *soak) hangUp() {
+	for _, side := range k.sides() {
+		for _, s := range side.servers {
+			s.HangUp()
+		}
+	}
 }
 
 // warm does once what stays for the life of the process, and measures what there is then.
@@ -179,6 +186,7 @@ func (k *soak) warm() error {
 		}
 		s.close()
 	}
+	k.hangUp()
 	if _, err := rdmatest.Resources(os.Getpid()); err != nil {
 		return err
 	}
@@ -290,6 +298,7 @@ func (k *soak) in(what string) { k.phase.Store(&busy{what, time.Now()}) }
 
 // settle waits until all is given back that was taken.
 func (k *soak) settle() error {
+	k.hangUp()
 	before, err := k.ending.rdmaBefore, error(nil)
 	for begin := time.Now(); ; time.Sleep(time.Second) {
 		k.ending.after = k.rest()
@@ -304,7 +313,7 @@ func (k *soak) settle() error {
 	var pids []int
 	for _, side := range k.sides() {
 		for _, s := range side.servers {
-			pids = append(pids, s.pid())
+			pids = append(pids, s.Pid())
 		}
 	}
 	servers, err := rdmatest.Resources(pids...)
@@ -319,6 +328,10 @@ func (k *soak) settle() error {
 	}
 	if len(leaks) > 0 {
 		_ = pprof.Lookup("goroutine").WriteTo(os.Stdout, 1)
+	}
+	if k.length < steadyAfter {
+		k.logf("whether anything grows is not judged: in less than %v everything still warms up", steadyAfter)
+		return err
 	}
 	for _, complaint := range growth(k.samples) {
 		k.wrong("growing: %s", complaint)

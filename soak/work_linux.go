@@ -73,7 +73,7 @@ func (s *side) open() error {
 			BlockingPoolSize: 12, BlockingPoolCleanup: time.Minute, CacheSizeEachConn: 16 << 20, ConnWriteTimeout: 30 * time.Second}
 		o.Dialer.Timeout, o.Dialer.KeepAlive = 20*time.Second, 5*time.Second
 		for _, server := range s.servers {
-			o.InitAddress = append(o.InitAddress, server.addr)
+			o.InitAddress = append(o.InitAddress, server.Addr)
 		}
 		o.ReadBufferEachConn, o.WriteBufferEachConn = 64<<10, 64<<10 // a third of all memory otherwise
 		change(&o)

@@ -64,9 +64,9 @@ type visit struct {
 
 func (v visit) connect(opt valkey.ClientOption) (valkey.Client, *dials) {
 	v.t.Helper()
-	opt.InitAddress, opt.ForceSingleClient = []string{v.s.addr}, true
+	opt.InitAddress, opt.ForceSingleClient = []string{v.s.Addr}, true
 	client, d := connect(v.t, v.tr, opt)
-	d.requireVia(v.t, v.tr, v.s.addr)
+	d.requireVia(v.t, v.tr, v.s.Addr)
 	return client, d
 }
 
@@ -100,7 +100,7 @@ func (v visit) pipelining(t *testing.T) {
 		n, err := client.Do(ctx, client.B().Get().Key("pipelining").Build()).AsInt64()
 		require.NoError(t, err)
 		require.Equal(t, int64(16*100), n, name)
-		d.requireVia(t, v.tr, v.s.addr)
+		d.requireVia(t, v.tr, v.s.Addr)
 		client.Close()
 	}
 }
@@ -181,7 +181,7 @@ func (v visit) blocking(t *testing.T) {
 	}
 	blocked := func() {
 		t.Helper()
-		eventually(t, "a client is blocked", func() bool { return v.s.info("blocked_clients") == "1" })
+		eventually(t, "a client is blocked", func() bool { return v.s.Info("blocked_clients") == "1" })
 	}
 
 	_, err := blpop(ctx, 0.5)
@@ -219,7 +219,7 @@ func (v visit) blocking(t *testing.T) {
 	require.NoError(t, plain(ctx, client, "after", "the client goes on"))
 
 	client.Close() // and with it those who are blocked
-	eventually(t, "nobody is blocked", func() bool { return v.s.info("blocked_clients") == "0" })
+	eventually(t, "nobody is blocked", func() bool { return v.s.Info("blocked_clients") == "0" })
 	v.s.do("DEL", "queue")
 }
 
@@ -525,7 +525,7 @@ func (v visit) connLifetime(t *testing.T) {
 	n, err := client.Do(ctx, client.B().Get().Key("lifetime").Build()).AsInt64()
 	require.NoError(t, err)
 	require.Equal(t, want.Load(), n)
-	d.requireVia(t, v.tr, v.s.addr)
+	d.requireVia(t, v.tr, v.s.Addr)
 }
 
 // A server that does not answer is given up after ConnWriteTimeout. There is no limit in the context.
@@ -572,7 +572,7 @@ func (v visit) authCredentials(t *testing.T) {
 	require.Greater(t, asked.Load(), before)
 
 	password.Store("wrong")
-	opt.InitAddress, opt.ForceSingleClient, opt.DialCtxFn = []string{v.s.addr}, true, d.DialCtxFn
+	opt.InitAddress, opt.ForceSingleClient, opt.DialCtxFn = []string{v.s.Addr}, true, d.DialCtxFn
 	_, err := valkey.NewClient(opt)
 	require.ErrorContains(t, err, "WRONGPASS")
 }
@@ -583,13 +583,13 @@ func (v visit) bgsave(t *testing.T) {
 	l := startLoad(t, client, "bgsave", plain)
 	for range 2 {
 		l.progress(50)
-		before := v.s.info("rdb_saves")
+		before := v.s.Info("rdb_saves")
 		v.s.do("BGSAVE")
 		l.progress(50)
 		eventually(t, "the data is saved", func() bool {
-			return v.s.info("rdb_saves") != before && v.s.info("rdb_bgsave_in_progress") == "0"
+			return v.s.Info("rdb_saves") != before && v.s.Info("rdb_bgsave_in_progress") == "0"
 		})
-		require.Equal(t, "ok", v.s.info("rdb_last_bgsave_status"))
+		require.Equal(t, "ok", v.s.Info("rdb_last_bgsave_status"))
 	}
 	l.progress(50)
 	l.finish()

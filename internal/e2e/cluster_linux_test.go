@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"github.com/valkey-io/valkey-go"
+	"github.com/valkeyrdma/valkeyrdma/internal/labtest"
 )
 
 // A cluster of three masters and three replicas.
@@ -44,13 +45,13 @@ func startCluster(t testing.TB, offset int) *cluster {
 			s.do("CLUSTER", "ADDSLOTSRANGE", strconv.Itoa(16384*i/3), strconv.Itoa(16384*(i+1)/3-1))
 		}
 		if i > 0 {
-			h, p, _ := net.SplitHostPort(c.nodes[0].addr)
+			h, p, _ := net.SplitHostPort(c.nodes[0].Addr)
 			s.do("CLUSTER", "MEET", h, p)
 		}
 	}
 	eventually(t, "all nodes know each other", func() bool {
 		return !slices.ContainsFunc(c.nodes, func(s *server) bool {
-			return s.info("cluster_known_nodes", "CLUSTER", "INFO") != "6" || strings.Contains(s.do("CLUSTER", "NODES"), "handshake")
+			return s.Info("cluster_known_nodes", "CLUSTER", "INFO") != "6" || strings.Contains(s.do("CLUSTER", "NODES"), "handshake")
 		})
 	})
 	for i := range 3 {
@@ -59,7 +60,7 @@ func startCluster(t testing.TB, offset int) *cluster {
 	// Clients are not shown a replica that has replicated nothing yet, so there has to be something: a key of each master's.
 	for i, key := range []string{"b", "c", "a"} {
 		eventually(t, "the new cluster takes writes", func() bool {
-			_, err := c.nodes[i].try("SET", key, "")
+			_, err := c.nodes[i].Message("SET", key, "")
 			return err == nil
 		})
 	}
@@ -70,7 +71,7 @@ func startCluster(t testing.TB, offset int) *cluster {
 func (c *cluster) addrs() []string {
 	var addrs []string
 	for _, s := range c.nodes {
-		addrs = append(addrs, s.addr)
+		addrs = append(addrs, s.Addr)
 	}
 	return addrs
 }
@@ -84,7 +85,7 @@ type shard struct {
 // shards is what one node tells clients of the cluster, by the command that valkey-go uses as well. Nodes that failed or have no data
 // yet are not in it.
 func (c *cluster) shards(s *server) []shard {
-	m, err := s.try("CLUSTER", "SHARDS")
+	m, err := s.Message("CLUSTER", "SHARDS")
 	if err != nil {
 		return nil
 	}
@@ -132,18 +133,18 @@ func (c *cluster) awaitWhole(t testing.TB) {
 	}()
 	eventually(t, "the cluster is whole", func() bool {
 		for _, s := range c.nodes {
-			if state := s.info("cluster_state", "CLUSTER", "INFO"); state != "ok" {
-				why = fmt.Sprintf("%s says that the cluster's state is %q", s.addr, state)
+			if state := s.Info("cluster_state", "CLUSTER", "INFO"); state != "ok" {
+				why = fmt.Sprintf("%s says that the cluster's state is %q", s.Addr, state)
 				return false
 			}
 			shards := c.shards(s)
 			if len(shards) != 3 {
-				why = fmt.Sprintf("%s sees %d shards", s.addr, len(shards))
+				why = fmt.Sprintf("%s sees %d shards", s.Addr, len(shards))
 				return false
 			}
 			for _, sh := range shards {
-				if len(sh.nodes) != 2 || sh.nodes[0].info("role") != "master" || sh.nodes[1].info("master_link_status") != "up" {
-					why = fmt.Sprintf("%s sees %d nodes at the slots %v, or the replica has not all data", s.addr, len(sh.nodes), sh.slots)
+				if len(sh.nodes) != 2 || sh.nodes[0].Info("role") != "master" || sh.nodes[1].Info("master_link_status") != "up" {
+					why = fmt.Sprintf("%s sees %d nodes at the slots %v, or the replica has not all data", s.Addr, len(sh.nodes), sh.slots)
 					return false
 				}
 			}
@@ -195,9 +196,9 @@ func (m migration) begin() {
 }
 
 func (m migration) moveKeys() {
-	host, port, _ := net.SplitHostPort(m.to.addr)
+	host, port, _ := net.SplitHostPort(m.to.Addr)
 	for {
-		found, err := m.from.try("CLUSTER", "GETKEYSINSLOT", strconv.FormatInt(m.slot, 10), "10")
+		found, err := m.from.Message("CLUSTER", "GETKEYSINSLOT", strconv.FormatInt(m.slot, 10), "10")
 		require.NoError(m.from.t, err)
 		keys, err := found.AsStrSlice()
 		require.NoError(m.from.t, err)
@@ -286,7 +287,7 @@ func (c *cluster) testSlots(t *testing.T, tr transport) {
 	require.Len(t, found, n)
 	masters, _ := c.masters()
 	for _, s := range masters {
-		d.requireVia(t, tr, s.addr)
+		d.requireVia(t, tr, s.Addr)
 	}
 }
 
@@ -296,7 +297,7 @@ func (c *cluster) testReplicas(t *testing.T, tr transport) {
 	masters, replicas := c.masters()
 	// valkey-go keeps the connections of InitAddress, and does not say READONLY there: a replica among them would refuse to read.
 	client, d := connect(t, tr, valkey.ClientOption{
-		InitAddress:    []string{masters[0].addr, masters[1].addr, masters[2].addr},
+		InitAddress:    []string{masters[0].Addr, masters[1].Addr, masters[2].Addr},
 		SendToReplicas: func(cmd valkey.Completed) bool { return cmd.IsReadOnly() },
 	})
 	const n = 60
@@ -318,7 +319,7 @@ func (c *cluster) testReplicas(t *testing.T, tr transport) {
 	require.Equal(t, onMasters, gets(masters))
 	require.Equal(t, onReplicas+n, gets(replicas))
 	for _, s := range replicas {
-		d.requireVia(t, tr, s.addr)
+		d.requireVia(t, tr, s.Addr)
 	}
 }
 
@@ -336,7 +337,7 @@ func (c *cluster) testShardedPubSub(t *testing.T, tr transport) {
 		assert.NoError(t, err)
 	})
 	eventually(t, "the subscription is there", func() bool {
-		m, err := master.try("PUBSUB", "SHARDNUMSUB", "shard channel")
+		m, err := master.Message("PUBSUB", "SHARDNUMSUB", "shard channel")
 		require.NoError(t, err)
 		counts, err := m.AsIntMap()
 		require.NoError(t, err)
@@ -353,7 +354,7 @@ func (c *cluster) testShardedPubSub(t *testing.T, tr transport) {
 			require.FailNow(t, "messages are missing", "from number %d on", i)
 		}
 	}
-	d.requireVia(t, tr, master.addr)
+	d.requireVia(t, tr, master.Addr)
 	require.NoError(t, client.Do(ctx, client.B().Sunsubscribe().Channel("shard channel").Build()).Error())
 	wg.Wait()
 }
@@ -381,13 +382,13 @@ func (c *cluster) testRedirects(t *testing.T, tr transport) {
 	asks := m.from.errorsOf("ASK")
 	get(client)
 	require.Greater(t, m.from.errorsOf("ASK"), asks)
-	d.requireVia(t, tr, m.from.addr, m.to.addr)
+	d.requireVia(t, tr, m.from.Addr, m.to.Addr)
 
 	m.end()
 	moved := m.from.errorsOf("MOVED")
 	get(other)
 	require.Greater(t, m.from.errorsOf("MOVED"), moved)
-	otherD.requireVia(t, tr, m.from.addr, m.to.addr)
+	otherD.requireVia(t, tr, m.from.Addr, m.to.Addr)
 	c.awaitWhole(t)
 }
 
@@ -457,8 +458,8 @@ func (c *cluster) testFailover(t *testing.T, tr transport) {
 		}
 	}
 	timeout("3000", c.nodes)
-	victim.kill()
-	eventually(t, "the replica is the master", func() bool { return heir.info("role") == "master" })
+	victim.Kill()
+	eventually(t, "the replica is the master", func() bool { return heir.Info("role") == "master" })
 	// Back to the long time at once, so that no other node is declared dead. The killed one starts with it.
 	timeout("30000", slices.DeleteFunc(slices.Clone(c.nodes), func(s *server) bool { return s == victim }))
 	victim.run()
@@ -468,7 +469,7 @@ func (c *cluster) testFailover(t *testing.T, tr transport) {
 	require.NotEmpty(t, l.errors)
 	masters, _ := c.masters()
 	for _, s := range masters {
-		d.requireVia(t, tr, s.addr)
+		d.requireVia(t, tr, s.Addr)
 	}
 }
 
@@ -479,12 +480,12 @@ func (c *cluster) testExample(t *testing.T, tr transport) {
 		"rdma": {"-offset", strconv.Itoa(tr.offset)},
 		"tcp":  {"-offset", "20000", "-fallback"}, // nobody listens for RDMA at this distance
 	} {
-		cmd := exec.Command(lab(t, "VALKEYRDMA_EXAMPLE_CLUSTER"), append(args, c.addrs()...)...)
+		cmd := exec.Command(labtest.Var(t, "VALKEYRDMA_EXAMPLE_CLUSTER"), append(args, c.addrs()...)...)
 		out, err := cmd.CombinedOutput()
 		require.NoError(t, err, "%s", out)
 		t.Logf("%s", out)
 		for _, s := range masters {
-			require.Contains(t, string(out), s.addr+" by "+network)
+			require.Contains(t, string(out), s.Addr+" by "+network)
 		}
 	}
 }

@@ -8,7 +8,6 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"strconv"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -16,6 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"github.com/valkey-io/valkey-go"
 	"github.com/valkeyrdma/valkeyrdma"
+	"github.com/valkeyrdma/valkeyrdma/internal/servers"
 )
 
 // prepareSentinel makes a sentinel, which speaks TCP only, and has it watch master.
@@ -33,8 +33,7 @@ sentinel monitor mymaster %[1]s %[4]s 2
 sentinel down-after-milliseconds mymaster 5000
 sentinel failover-timeout mymaster 30000
 `, host, port, dir, master.port()), 0o600))
-	return &server{addr: net.JoinHostPort(host, strconv.Itoa(port)), log: filepath.Join(dir, "log"),
-		ready: "+monitor master mymaster", args: []string{config, "--sentinel"}}
+	return &server{t: t, Server: servers.NewPlain(host, port, dir, "+monitor master mymaster", config, "--sentinel")}
 }
 
 // Sentinels are asked over TCP and data moves over RDMA, by one DialCtxFn. The client follows a failover.
@@ -43,18 +42,18 @@ func TestSentinel(t *testing.T) {
 	tr := overOtherPort
 	master := start(t, tr.offset)
 	replica := start(t, tr.offset, "--replicaof", host(t)+" "+master.port())
-	eventually(t, "the replica has the data", func() bool { return replica.info("master_link_status") == "up" })
+	eventually(t, "the replica has the data", func() bool { return replica.Info("master_link_status") == "up" })
 	sentinels := make(map[string]bool)
-	var servers []*server
+	var watching []*server
 	var addrs []string
 	for range 3 {
 		s := prepareSentinel(t, master)
-		servers, addrs, sentinels[s.addr] = append(servers, s), append(addrs, s.addr), true
+		watching, addrs, sentinels[s.Addr] = append(watching, s), append(addrs, s.Addr), true
 	}
-	launch(t, servers...)
-	for _, s := range servers {
+	launch(t, watching...)
+	for _, s := range watching {
 		eventually(t, "the sentinels know each other and the replica", func() bool {
-			m, err := s.try("SENTINEL", "MASTER", "mymaster")
+			m, err := s.Message("SENTINEL", "MASTER", "mymaster")
 			require.NoError(t, err)
 			about, err := m.AsStrMap()
 			require.NoError(t, err)
@@ -71,7 +70,7 @@ func TestSentinel(t *testing.T) {
 
 	client, d := connectBy(t, dialer, opt)
 	require.Equal(t, valkey.ClientModeSentinel, client.Mode())
-	d.requireVia(t, tr, master.addr)
+	d.requireVia(t, tr, master.Addr)
 
 	opt.SendToReplicas = func(cmd valkey.Completed) bool { return cmd.IsReadOnly() }
 	reading, readingD := connectBy(t, dialer, opt)
@@ -82,7 +81,7 @@ func TestSentinel(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, "value", value)
 	require.Equal(t, before+1, replica.calls("get"))
-	readingD.requireVia(t, tr, master.addr, replica.addr)
+	readingD.requireVia(t, tr, master.Addr, replica.Addr)
 	reading.Close()
 
 	// Between the promotion and the return of the killed server there is no replica that a write could wait for.
@@ -94,19 +93,19 @@ func TestSentinel(t *testing.T) {
 		return replicated(ctx, c, key, value)
 	})
 	l.progress(50)
-	master.kill()
-	eventually(t, "the replica is the master", func() bool { return replica.info("role") == "master" })
+	master.Kill()
+	eventually(t, "the replica is the master", func() bool { return replica.Info("role") == "master" })
 	alone.Store(true)
 	l.progress(50)
 	master.run()
 	eventually(t, "the old master is a replica", func() bool {
-		return master.info("role") == "slave" && master.info("master_link_status") == "up"
+		return master.Info("role") == "slave" && master.Info("master_link_status") == "up"
 	})
 	alone.Store(false)
 	l.progress(50)
 	l.finish()
 	require.NotEmpty(t, l.errors)
-	d.requireVia(t, tr, master.addr, replica.addr)
+	d.requireVia(t, tr, master.Addr, replica.Addr)
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	asked := 0

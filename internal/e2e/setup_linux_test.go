@@ -9,9 +9,6 @@ import (
 	"fmt"
 	"net"
 	"os"
-	"os/exec"
-	"path/filepath"
-	"runtime/pprof"
 	"strconv"
 	"strings"
 	"sync"
@@ -22,55 +19,38 @@ import (
 	"github.com/stretchr/testify/require"
 	"github.com/valkey-io/valkey-go"
 	"github.com/valkeyrdma/valkeyrdma"
+	"github.com/valkeyrdma/valkeyrdma/internal/labtest"
+	"github.com/valkeyrdma/valkeyrdma/internal/servers"
 )
 
 // patience is how long a test waits for what has to happen: long enough for a slow machine that is busy with other things.
 const patience = 90 * time.Second
 
-// lab returns a variable of the laboratory, or skips. "make test" counts a skip inside the laboratory as a failure.
-func lab(t testing.TB, name string) string {
-	t.Helper()
-	v := os.Getenv(name)
-	if v == "" {
-		t.Skipf("needs RDMA and Valkey (%s is not set): run make test, which brings both", name)
-	}
-	return v
-}
-
 // host is the address of the RDMA device, by which servers are reached over TCP as well.
 func host(t testing.TB) string {
 	t.Helper()
-	h, _, err := net.SplitHostPort(lab(t, "VALKEYRDMA_RDMA_ADDR"))
+	h, _, err := net.SplitHostPort(labtest.Var(t, "VALKEYRDMA_RDMA_ADDR"))
 	require.NoError(t, err)
 	return h
 }
 
 // watchdog ends the process if the test is not over within limit, after it has printed what every goroutine does and the ends of
-// the servers' logs: a hang is the worst bug, and a bare timeout does not explain it.
+// the servers' logs.
 func watchdog(t testing.TB, limit time.Duration) {
 	t.Helper()
-	timer := time.AfterFunc(limit, func() {
-		fmt.Fprintf(os.Stderr, "\nWATCHDOG: %s is not over after %v\n", t.Name(), limit)
-		_ = pprof.Lookup("goroutine").WriteTo(os.Stderr, 2)
+	labtest.Watchdog(t, limit, func() {
 		running.Range(func(key, _ any) bool {
 			s := key.(*server)
-			fmt.Fprintf(os.Stderr, "the end of the log of %s:\n%s\n", s.addr, s.logTail())
-			_ = s.cmd.Process.Kill()
+			fmt.Fprintf(os.Stderr, "the end of the log of %s:\n%s\n", s.Addr, s.LogTail())
 			return true
 		})
-		os.Exit(3)
 	})
-	t.Cleanup(func() { timer.Stop() })
 }
 
 // eventually waits until done, and says what it waited for in vain.
 func eventually(t testing.TB, what string, done func() bool) {
 	t.Helper()
-	for end := time.Now().Add(patience); !done(); time.Sleep(50 * time.Millisecond) {
-		if time.Now().After(end) {
-			require.FailNow(t, "waited in vain", "%s, for %v", what, patience)
-		}
-	}
+	require.NoError(t, servers.Wait(patience, what, func() (bool, error) { return done(), nil }))
 }
 
 // within is a context for calls that have to succeed: its end means that they hang.
@@ -170,7 +150,7 @@ func (d *dials) requireVia(t testing.TB, tr transport, addrs ...string) {
 			require.Equal(t, "rdma", c.RemoteAddr().Network())
 			require.Equal(t, addPort(addr, tr.offset), c.RemoteAddr().String())
 			if stats := s.Stats(); stats.Device != "" { // it is empty once the connection is closed
-				require.Equal(t, lab(t, "VALKEYRDMA_DEVICE"), stats.Device)
+				require.Equal(t, labtest.Var(t, "VALKEYRDMA_DEVICE"), stats.Device)
 				require.NotZero(t, stats.MessagesSent)
 			}
 		}
@@ -195,42 +175,19 @@ func connectBy(t testing.TB, dialer *valkeyrdma.Dialer, opt valkey.ClientOption)
 
 // --- servers ---
 
-var (
-	running sync.Map // of *server, for the watchdog
+var running sync.Map // of *server, for the watchdog
 
-	portMu   sync.Mutex
-	lastPort = 7000
-)
-
-// newPort returns a port that is free for TCP here, as is the one 10000 above it, for the cluster bus. No two servers of a run have
-// the same, so that none waits for what the kernel remembers of another.
 func newPort(t testing.TB, host string) int {
 	t.Helper()
-	portMu.Lock()
-	defer portMu.Unlock()
-	free := func(port int) bool {
-		l, err := net.Listen("tcp", net.JoinHostPort(host, strconv.Itoa(port)))
-		if err == nil {
-			_ = l.Close()
-		}
-		return err == nil
-	}
-	for lastPort++; !free(lastPort) || !free(lastPort+10000); lastPort++ {
-		require.Less(t, lastPort, 7999, "no free port")
-	}
-	return lastPort
+	port, err := servers.NewPort(host)
+	require.NoError(t, err)
+	return port
 }
 
-// A server is a Valkey process of the test's own.
+// A server is a Valkey of the test's own.
 type server struct {
-	t     testing.TB
-	addr  string // of TCP; RDMA is offset above it
-	log   string
-	args  []string
-	ready string // what its log says when it is ready
-	past  int    // how long its log was before it started
-	cmd   *exec.Cmd
-	admin valkey.Client // over TCP, so that a test can act on the server whatever state RDMA is in
+	*servers.Server
+	t testing.TB
 }
 
 // start starts a Valkey that listens on TCP and, with that offset, on RDMA. It ends with the test, which shows the log if it
@@ -247,127 +204,49 @@ func prepare(t testing.TB, offset int, args ...string) *server {
 	t.Helper()
 	host := host(t)
 	port := newPort(t, host)
-	dir := t.TempDir()
-	return &server{addr: net.JoinHostPort(host, strconv.Itoa(port)), log: filepath.Join(dir, "log"),
-		ready: "Ready to accept connections rdma",
-		args: append([]string{"--bind", host, "--port", strconv.Itoa(port), "--rdma-bind", host, "--rdma-port",
-			strconv.Itoa(port + offset), "--dir", dir, "--logfile", filepath.Join(dir, "log"), "--protected-mode", "no",
-			"--save", "", "--enable-debug-command", "yes", "--repl-diskless-sync-delay", "0"}, args...)}
+	return &server{t: t, Server: servers.New(host, port, port+offset, t.TempDir(), append([]string{"--enable-debug-command", "yes",
+		"--repl-diskless-sync-delay", "0"}, args...)...)}
 }
 
 // launch starts servers, all at once because each takes a noticeable time, and waits for them.
-func launch(t testing.TB, servers ...*server) {
+func launch(t testing.TB, all ...*server) {
 	t.Helper()
-	for _, s := range servers {
+	for _, s := range all {
 		s.t = t
 		t.Cleanup(func() {
 			if t.Failed() {
-				t.Logf("the end of the log of %s:\n%s", s.addr, s.logTail())
+				t.Logf("the end of the log of %s:\n%s", s.Addr, s.LogTail())
 			}
-			if s.admin != nil {
-				s.admin.Close()
-			}
-			s.kill()
+			running.Delete(s)
+			s.HangUp()
+			s.Kill()
 		})
-		s.begin()
+		running.Store(s, nil)
+		require.NoError(t, s.Begin())
 	}
-	for _, s := range servers {
-		s.await()
+	for _, s := range all {
+		require.NoError(t, s.Await(patience))
 	}
 }
 
 // run starts the process again, and waits until it accepts connections.
 func (s *server) run() {
 	s.t.Helper()
-	s.begin()
-	s.await()
-}
-
-func (s *server) begin() {
-	s.t.Helper()
-	log, _ := os.ReadFile(s.log)
-	s.past = len(log)
-	s.cmd = exec.Command(filepath.Join(lab(s.t, "VALKEYRDMA_VALKEY_DIR"), "valkey-server"), s.args...)
-	require.NoError(s.t, s.cmd.Start())
-	running.Store(s, nil)
-}
-
-func (s *server) await() {
-	s.t.Helper()
-	eventually(s.t, s.addr+" is ready", func() bool {
-		log, _ := os.ReadFile(s.log)
-		return strings.Contains(string(log[min(s.past, len(log)):]), s.ready)
-	})
-}
-
-// kill ends the process as kill -9 does.
-func (s *server) kill() {
-	if s.cmd.Process != nil { // it is nil if the program could not be started
-		_ = s.cmd.Process.Kill()
-		_ = s.cmd.Wait()
-	}
-	running.Delete(s)
-}
-
-func (s *server) logTail() string {
-	log, err := os.ReadFile(s.log)
-	if err != nil {
-		return err.Error()
-	}
-	return string(log[max(0, len(log)-4000):])
-}
-
-// try runs a command on the server, over TCP.
-func (s *server) try(args ...string) (valkey.ValkeyMessage, error) {
-	if s.admin == nil {
-		admin, err := valkey.NewClient(valkey.ClientOption{InitAddress: []string{s.addr}, ForceSingleClient: true, DisableCache: true})
-		if err != nil {
-			return valkey.ValkeyMessage{}, err
-		}
-		s.admin = admin
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
-	defer cancel()
-	return s.admin.Do(ctx, s.admin.B().Arbitrary(args...).Build()).ToMessage()
+	require.NoError(s.t, s.Begin())
+	require.NoError(s.t, s.Await(patience))
 }
 
 func (s *server) do(args ...string) string {
 	s.t.Helper()
-	m, err := s.try(args...)
-	require.NoError(s.t, err, "%q on %s", args, s.addr)
-	switch {
-	case m.IsInt64():
-		n, _ := m.ToInt64()
-		return strconv.FormatInt(n, 10)
-	case m.IsString():
-		text, _ := m.ToString()
-		return text
-	}
-	return m.String()
-}
-
-// info returns one field of INFO, or of CLUSTER INFO, or nothing.
-func (s *server) info(field string, command ...string) string {
-	if len(command) == 0 {
-		command = []string{"INFO", "ALL"}
-	}
-	m, err := s.try(command...)
-	if err != nil {
-		return ""
-	}
-	text, _ := m.ToString()
-	for line := range strings.Lines(strings.TrimPrefix(text, "txt:")) { // which marks RESP3's verbatim strings
-		if v, ok := strings.CutPrefix(line, field+":"); ok {
-			return strings.TrimSpace(v)
-		}
-	}
-	return ""
+	text, err := s.Do(args...)
+	require.NoError(s.t, err, "%q on %s", args, s.Addr)
+	return text
 }
 
 // calls is how often the server has run a command.
 func (s *server) calls(command string) int {
 	s.t.Helper()
-	calls, _, _ := strings.Cut(strings.TrimPrefix(s.info("cmdstat_"+command), "calls="), ",")
+	calls, _, _ := strings.Cut(strings.TrimPrefix(s.Info("cmdstat_"+command), "calls="), ",")
 	n, _ := strconv.Atoi(calls)
 	return n
 }
@@ -375,13 +254,13 @@ func (s *server) calls(command string) int {
 // errorsOf is how often the server has answered with an error of that kind.
 func (s *server) errorsOf(kind string) int {
 	s.t.Helper()
-	n, _ := strconv.Atoi(strings.TrimPrefix(s.info("errorstat_"+kind), "count="))
+	n, _ := strconv.Atoi(strings.TrimPrefix(s.Info("errorstat_"+kind), "count="))
 	return n
 }
 
 // port is the TCP port.
 func (s *server) port() string {
-	_, port, _ := net.SplitHostPort(s.addr)
+	_, port, _ := net.SplitHostPort(s.Addr)
 	return port
 }
 

@@ -12,13 +12,16 @@ import (
 	"os/exec"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"github.com/valkey-io/valkey-go"
 	"github.com/valkeyrdma/valkeyrdma"
+	"github.com/valkeyrdma/valkeyrdma/internal/labtest"
 )
 
 // overEach runs a test over each transport.
@@ -32,7 +35,7 @@ func overEach(t *testing.T, test func(*testing.T, transport)) {
 }
 
 func single(s *server) valkey.ClientOption {
-	return valkey.ClientOption{InitAddress: []string{s.addr}, ForceSingleClient: true}
+	return valkey.ClientOption{InitAddress: []string{s.Addr}, ForceSingleClient: true}
 }
 
 // A primary whose replicas the client is told of.
@@ -40,10 +43,10 @@ func TestStandaloneReplicas(t *testing.T) {
 	overEach(t, func(t *testing.T, tr transport) {
 		primary := start(t, 0)
 		replica := start(t, 0, "--replicaof", host(t)+" "+primary.port())
-		eventually(t, "the replica has the data", func() bool { return replica.info("master_link_status") == "up" })
+		eventually(t, "the replica has the data", func() bool { return replica.Info("master_link_status") == "up" })
 		client, d := connect(t, tr, valkey.ClientOption{
-			InitAddress:    []string{primary.addr},
-			Standalone:     valkey.StandaloneOption{ReplicaAddress: []string{replica.addr}},
+			InitAddress:    []string{primary.Addr},
+			Standalone:     valkey.StandaloneOption{ReplicaAddress: []string{replica.Addr}},
 			SendToReplicas: func(cmd valkey.Completed) bool { return cmd.IsReadOnly() },
 		})
 		ctx := within(t, patience)
@@ -57,7 +60,7 @@ func TestStandaloneReplicas(t *testing.T) {
 		}
 		require.Equal(t, before+20, replica.calls("get"))
 		require.Zero(t, primary.calls("get"))
-		d.requireVia(t, tr, primary.addr, replica.addr)
+		d.requireVia(t, tr, primary.Addr, replica.Addr)
 	})
 }
 
@@ -69,14 +72,14 @@ func TestServerKilled(t *testing.T) {
 		l := startLoad(t, client, "killed", plain)
 		for range 3 {
 			l.progress(50)
-			s.kill()
+			s.Kill()
 			s.run()
 		}
 		l.progress(50)
 		l.finish()
 		require.NotEmpty(t, l.errors)
 		require.Greater(t, d.count(), 3)
-		d.requireVia(t, tr, s.addr)
+		d.requireVia(t, tr, s.Addr)
 	})
 }
 
@@ -91,7 +94,7 @@ func TestClientKill(t *testing.T) {
 			go func() {
 				blocked <- client.Do(l.ctx, client.B().Blpop().Key("nothing").Timeout(0).Build()).Error()
 			}()
-			eventually(t, "a client is blocked", func() bool { return s.info("blocked_clients") == "1" })
+			eventually(t, "a client is blocked", func() bool { return s.Info("blocked_clients") == "1" })
 			l.progress(20)
 			before := d.count()
 			s.do("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
@@ -105,7 +108,7 @@ func TestClientKill(t *testing.T) {
 			require.Greater(t, d.count(), before)
 		}
 		l.finish()
-		d.requireVia(t, tr, s.addr)
+		d.requireVia(t, tr, s.Addr)
 	})
 }
 
@@ -123,7 +126,7 @@ func TestMaxClients(t *testing.T) {
 		s.do("CONFIG", "SET", "maxclients", "100")
 		client, d := connect(t, tr, single(s))
 		require.NoError(t, plain(ctx, client, "maxclients", "there is room again"))
-		d.requireVia(t, tr, s.addr)
+		d.requireVia(t, tr, s.Addr)
 	})
 }
 
@@ -155,14 +158,14 @@ func TestProtectedMode(t *testing.T) {
 		if !tr.tcp {
 			client, d := connect(t, tr, single(s))
 			require.NoError(t, plain(within(t, patience), client, "protected", "from here"))
-			d.requireVia(t, tr, s.addr)
+			d.requireVia(t, tr, s.Addr)
 		}
 
 		s = start(t, 0, "--protected-mode", "yes", "--requirepass", "secret")
-		opt.InitAddress, opt.Password = []string{s.addr}, "secret"
+		opt.InitAddress, opt.Password = []string{s.Addr}, "secret"
 		client, d := connect(t, tr, opt)
 		require.NoError(t, plain(within(t, patience), client, "protected", "by password"))
-		d.requireVia(t, tr, s.addr)
+		d.requireVia(t, tr, s.Addr)
 		opt.Password = "wrong"
 		opt.DialCtxFn = d.DialCtxFn
 		_, err := valkey.NewClient(opt)
@@ -170,10 +173,38 @@ func TestProtectedMode(t *testing.T) {
 	})
 }
 
+// A server with I/O threads serves clients that wait for each answer before they send on. docs/features.md tells why not others.
+func TestIOThreads(t *testing.T) {
+	overEach(t, func(t *testing.T, tr transport) {
+		ctx := within(t, patience)
+		s := start(t, 0, "--io-threads", "4")
+		opt := single(s)
+		opt.DisableAutoPipelining = true
+		client, d := connect(t, tr, opt)
+		var wg sync.WaitGroup
+		for g := range 16 {
+			wg.Go(func() {
+				key := fmt.Sprint("io-threads:", g)
+				for i := range 100 {
+					value := strings.Repeat(string(rune('a'+i%26)), 1+i*g)
+					assert.NoError(t, client.Do(ctx, client.B().Set().Key(key).Value(value).Build()).Error())
+					got, err := client.Do(ctx, client.B().Get().Key(key).Build()).ToString()
+					assert.NoError(t, err)
+					assert.Equal(t, value, got)
+				}
+			})
+		}
+		wg.Wait()
+		require.Greater(t, d.count(), 1)
+		d.requireVia(t, tr, s.Addr)
+		t.Logf("reads by I/O threads: %s, writes: %s", s.Info("io_threaded_reads_processed"), s.Info("io_threaded_writes_processed"))
+	})
+}
+
 // elsewhere returns an address of the RDMA device's network device that is not the one where servers listen. It adds one if need be.
 func elsewhere(t *testing.T) net.IP {
 	t.Helper()
-	netdev, err := net.InterfaceByName(lab(t, "VALKEYRDMA_NETDEV"))
+	netdev, err := net.InterfaceByName(labtest.Var(t, "VALKEYRDMA_NETDEV"))
 	require.NoError(t, err)
 	addrs, err := netdev.Addrs()
 	require.NoError(t, err)
@@ -203,7 +234,7 @@ func TestFallbackOfClient(t *testing.T) {
 		return true
 	}}, opt)
 	require.NoError(t, plain(within(t, patience), client, "fallback", "yes"))
-	d.requireVia(t, overTCP, s.addr)
+	d.requireVia(t, overTCP, s.Addr)
 	require.NotEmpty(t, reasons)
 	require.True(t, isClear(reasons[0]), "%v", reasons[0])
 

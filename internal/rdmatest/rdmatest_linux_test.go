@@ -11,7 +11,6 @@ import (
 	"math/rand/v2"
 	"net"
 	"os"
-	"runtime/pprof"
 	"slices"
 	"sync"
 	"syscall"
@@ -21,26 +20,19 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/valkeyrdma/valkeyrdma"
+	"github.com/valkeyrdma/valkeyrdma/internal/labtest"
 	"github.com/valkeyrdma/valkeyrdma/internal/rdmatest"
 )
 
 // listen starts a server in the laboratory, with a watchdog on the test.
 func listen(t *testing.T, opt rdmatest.Options) *rdmatest.Server {
 	t.Helper()
-	addr := os.Getenv("VALKEYRDMA_RDMA_ADDR")
-	if addr == "" {
-		t.Skip("needs RDMA (VALKEYRDMA_RDMA_ADDR is not set): run it in scripts/lab")
-	}
+	addr := labtest.Var(t, "VALKEYRDMA_RDMA_ADDR")
 	limit := time.Minute
 	if os.Getenv("RDMATEST_VANISH") != "" { // measuring, by hand
 		limit = time.Hour
 	}
-	timer := time.AfterFunc(limit, func() {
-		fmt.Fprintf(os.Stderr, "\nWATCHDOG: %s is not over after %v\n", t.Name(), limit)
-		_ = pprof.Lookup("goroutine").WriteTo(os.Stderr, 2)
-		os.Exit(3)
-	})
-	t.Cleanup(func() { timer.Stop() })
+	labtest.Watchdog(t, limit, nil)
 	host, _, err := net.SplitHostPort(addr)
 	require.NoError(t, err)
 	s, err := rdmatest.Listen(host, 0, opt)
