@@ -209,6 +209,7 @@ func (c *conn) pump(raw syscall.RawConn, probe time.Duration) {
 func (c *conn) Read(b []byte) (int, error) {
 	c.r.mu.Lock()
 	defer c.r.mu.Unlock()
+	naps := 0
 	for {
 		if err := c.usable(&c.r); err != nil {
 			return 0, c.opError("read", err)
@@ -222,7 +223,8 @@ func (c *conn) Read(b []byte) (int, error) {
 			runtime.Gosched()
 		}
 		if res.wake&C.VR_NAP != 0 {
-			nap()
+			naps++
+			nap(naps)
 		}
 		switch {
 		case res.n > 0:

@@ -313,13 +313,13 @@ static uint64_t next_slice(struct vr_conn *c)
 			return 0;
 		c->spin_until += now;
 		c->spin_began = now;
+	} else if (late(c, now)) {
+		return now < c->spin_until ? SLICE_ONE_LOOK : 0;
 	} else {
 		/* A turn that others used shows that there is work: they should not wait for long. */
 		c->spin_slice = now - c->yielded_at < YIELD_SHORT ? min64(2 * c->spin_slice, SLICE_MAX) : SLICE_MIN;
 	}
-	if (now >= c->spin_until)
-		return 0;
-	return late(c, now) ? SLICE_ONE_LOOK : min64(c->spin_until - now, c->spin_slice);
+	return now < c->spin_until ? min64(c->spin_until - now, c->spin_slice) : 0;
 }
 
 /*
