@@ -240,8 +240,11 @@ func TestWaitLargeWrites(t *testing.T) {
 	w := watchdog(t, 2*time.Minute)
 	c, p := pair(t, w, fake(t, rdmatest.Options{}), defaults)
 	request, reply := make([]byte, 8*maxPerCall), []byte("+OK\r\n")
-	go func() {
-		for {
+	answer := make([]byte, len(reply))
+	const warmup, total = 10, 10
+	var server sync.WaitGroup
+	server.Go(func() {
+		for range warmup + total {
 			if _, err := io.CopyN(io.Discard, p, int64(len(request))); err != nil {
 				return
 			}
@@ -249,8 +252,7 @@ func TestWaitLargeWrites(t *testing.T) {
 				return
 			}
 		}
-	}()
-	const warmup, total = 10, 10
+	})
 	var before Stats
 	for i := range warmup + total {
 		if i == warmup {
@@ -258,9 +260,10 @@ func TestWaitLargeWrites(t *testing.T) {
 		}
 		_, err := c.Write(request)
 		require.NoError(t, err)
-		_, err = io.ReadFull(c, reply)
+		_, err = io.ReadFull(c, answer)
 		require.NoError(t, err)
 	}
+	server.Wait()
 	t.Logf("%d waits ended while the reader looked, %d asleep", c.Stats().Spins-before.Spins, c.Stats().Sleeps-before.Sleeps)
 	require.NotZero(t, c.Stats().Spins-before.Spins)
 }
