@@ -21,13 +21,12 @@ import (
 
 // A Server is a Valkey process. Its methods may be called by several goroutines, except that Begin, Await and Kill are for one.
 type Server struct {
-	Addr  string // of TCP, and that by which clients and nodes know it
-	Args  []string
-	Log   string // its log file
-	Ready string // what the log says when it accepts connections
-
+	Addr    string // of TCP, and that by which clients and nodes know it
 	program string
-	past    int // how long the log was before the process started
+	args    []string
+	log     string // its log file
+	ready   string // what the log says when it accepts connections
+	past    int    // how long the log was before the process started
 
 	mu     sync.Mutex
 	cmd    *exec.Cmd
@@ -47,13 +46,13 @@ func New(host string, port, rdmaPort int, dir string, args ...string) *Server {
 	s := NewPlain(host, port, dir, "Ready to accept connections rdma", append([]string{
 		"--bind", host, "--port", strconv.Itoa(port), "--rdma-bind", host, "--rdma-port", strconv.Itoa(rdmaPort),
 		"--protected-mode", "no", "--dir", dir, "--save", ""}, args...)...)
-	s.Args = append(s.Args, "--logfile", s.Log)
+	s.args = append(s.args, "--logfile", s.log)
 	return s
 }
 
 // NewPlain describes a valkey-server with just these arguments, which listens at that port of TCP and writes dir/log.
 func NewPlain(host string, port int, dir, ready string, args ...string) *Server {
-	return &Server{Addr: net.JoinHostPort(host, strconv.Itoa(port)), Log: filepath.Join(dir, "log"), Ready: ready, Args: args,
+	return &Server{Addr: net.JoinHostPort(host, strconv.Itoa(port)), log: filepath.Join(dir, "log"), ready: ready, args: args,
 		program: Program("valkey-server")}
 }
 
@@ -62,9 +61,9 @@ func (s *Server) OnDeath(f func()) { s.died = f }
 
 // Begin starts the process, for the first time or again.
 func (s *Server) Begin() error {
-	log, _ := os.ReadFile(s.Log)
+	log, _ := os.ReadFile(s.log)
 	s.past = len(log)
-	cmd := exec.Command(s.program, s.Args...)
+	cmd := exec.Command(s.program, s.args...)
 	// A signal from the terminal is for the parent alone, and should that die, so does the server.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setpgid: true}
 	begun, ended := make(chan error), make(chan struct{})
@@ -104,8 +103,8 @@ func (s *Server) Await(limit time.Duration) error {
 			return false, fmt.Errorf("%s has ended:\n%s", s.Addr, s.LogTail())
 		default:
 		}
-		log, _ := os.ReadFile(s.Log)
-		return strings.Contains(string(log[min(s.past, len(log)):]), s.Ready), nil
+		log, _ := os.ReadFile(s.log)
+		return strings.Contains(string(log[min(s.past, len(log)):]), s.ready), nil
 	})
 }
 
@@ -139,7 +138,7 @@ func (s *Server) Pid() int {
 
 // LogTail returns the end of the log.
 func (s *Server) LogTail() string {
-	log, err := os.ReadFile(s.Log)
+	log, err := os.ReadFile(s.log)
 	if err != nil {
 		return err.Error()
 	}
