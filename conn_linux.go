@@ -225,6 +225,9 @@ func (c *conn) Read(b []byte) (int, error) {
 		if res.wake&C.VR_NAP != 0 {
 			naps++
 			nap(naps)
+			if naps%napsPerTurn == 0 {
+				runtime.Gosched()
+			}
 		}
 		switch {
 		case res.n > 0:

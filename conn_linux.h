@@ -39,7 +39,7 @@ enum {
 	VR_POLLED = 16,     /* from vr_poll: done with this connection */
 	VR_UNARMED = 32,    /* from vr_pump: the reader looks at the queue from here on, so call vr_tend now and then */
 	VR_GROW = 64,       /* call vr_grow, once, without keeping anybody waiting for it */
-	VR_NAP = 128,       /* from vr_read: it has spun for long, whatever else this processor has to do should be done */
+	VR_NAP = 128,       /* from vr_read: it has spun for long, whatever else this processor has to do should be done, by sleep */
 };
 
 /* What ended a connection or a dial. The first fault of a connection is kept, later ones are its echo. */
@@ -146,8 +146,9 @@ void vr_addresses(struct vr_conn *c, struct sockaddr_storage *local, struct sock
 
 /*
  * Copies received bytes into buf. n > 0: bytes copied; 0: end of stream; -EAGAIN: nothing yet, call again if wake names the
- * reader, after a turn for others if it has VR_YIELD or VR_NAP, else sleep until woken, see VR_POLL; otherwise the connection is
- * broken (every byte that arrived before has been handed over). Spins as opt.spin_ns allows and experience advises.
+ * reader (after a turn for others if it has VR_YIELD, after a nap if it has VR_NAP), else sleep until woken, see VR_POLL; otherwise
+ * the connection is broken (every byte that arrived before has been handed over). Spins as opt.spin_ns allows and experience
+ * advises.
  */
 struct vr_result vr_read(struct vr_conn *c, void *buf, size_t len);
 

@@ -178,7 +178,6 @@ struct vr_conn {
 	uint32_t spin_score, spin_pause, spin_backoff;
 	uint64_t spin_wait, spin_sleep; /* averages */
 	uint64_t spin_short;            /* what short waits take */
-	uint32_t naps;
 	uint64_t spin_began, spin_until, spin_slice, spin_trial, yielded_at;
 	_Atomic uint64_t spins;
 	uint64_t sleeps, arms; /* under cq_lock */

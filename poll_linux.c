@@ -23,7 +23,6 @@ enum {
 	SPIN_PAUSE_LOG = 4,  /* ...this often */
 	SPIN_FACTOR = 32,    /* a wait may take this many times the usual one */
 	LATE_FACTOR = 4,     /* one that takes this many times a short one is late */
-	NAPS = 8,            /* naps between two turns for other goroutines */
 
 	/* Nanoseconds. */
 	SPIN_MIN = 50 * 1000,
@@ -376,11 +375,8 @@ uint32_t vr_await(struct vr_conn *c)
 		return wake | VR_POLL;
 	}
 	if (c->spin_began && now < c->spin_until) {
-		if (late(c, now)) {
-			wake |= VR_NAP;
-			if (++c->naps % NAPS)
-				return wake | VR_WAKE_READER;
-		}
+		if (late(c, now))
+			return wake | VR_NAP | VR_WAKE_READER;
 		c->yielded_at = now;
 		return wake | VR_YIELD | VR_WAKE_READER;
 	}

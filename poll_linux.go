@@ -23,6 +23,9 @@ import (
 // Waiting is decided in poll_linux.c. Here are the two goroutines that it takes for all connections together, each of which
 // exists only while there is something to do: the tender, and the poller.
 
+// napsPerTurn is how many naps a reader takes between two turns for other goroutines, which may cost it as much as a nap.
+const napsPerTurn = 8
+
 // nap gives the processor to whoever else wants it, which no yielding does: see late in poll_linux.c. The n-th nap in a row takes
 // n times 10 µs, and what the kernel adds to it, so that long waits take few calls.
 func nap(n int) {

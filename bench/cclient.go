@@ -6,10 +6,13 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"net"
 	"os/exec"
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/valkeyrdma/valkeyrdma/internal/servers"
 )
 
 // cClient is Valkey's own client, valkey-benchmark. Its single thread serves all its connections.
@@ -47,7 +50,7 @@ func openC(w work) openFunc {
 	}
 }
 
-func (c *cClient) close() { c.server.stop() }
+func (c *cClient) close() { c.server.Kill() }
 
 // cGuess is how many commands a second valkey-benchmark may be expected to do in a virtual machine. It says only how
 // many to order in the first measurement.
@@ -113,12 +116,16 @@ func (c *cClient) run(n int, limit time.Duration) (row, time.Duration, error) {
 	if c.w.workload == "set" {
 		test = "set"
 	}
-	args := []string{"-h", c.l.host, "-p", strconv.Itoa(c.server.port), "-t", test, "-d", strconv.Itoa(c.w.size),
+	host, port, err := net.SplitHostPort(c.server.Addr)
+	if err != nil {
+		return row{}, 0, err
+	}
+	args := []string{"-h", host, "-p", port, "-t", test, "-d", strconv.Itoa(c.w.size),
 		"-n", strconv.Itoa(n), "-c", strconv.Itoa(max(c.w.conns, 1)), "-P", strconv.Itoa(max(c.w.pipeline, 1))}
 	if c.rdma {
 		args = append(args, "--rdma")
 	}
-	cmd := exec.CommandContext(ctx, c.l.program("valkey-benchmark"), args...)
+	cmd := exec.CommandContext(ctx, servers.Program("valkey-benchmark"), args...)
 	out, err := cmd.CombinedOutput()
 	if ctx.Err() != nil {
 		return row{}, 0, fmt.Errorf("valkey-benchmark did not finish %d commands within %v", n, limit)

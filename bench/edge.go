@@ -169,7 +169,7 @@ func openEdgeValkey(r row, out bool) openFunc {
 			e.close()
 			return nil, err
 		}
-		c, err := dial(ctx, s.addr)
+		c, err := dial(ctx, s.Addr)
 		if err != nil {
 			e.close()
 			return nil, err

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/valkeyrdma/valkeyrdma/bench/internal/peer"
+	"github.com/valkeyrdma/valkeyrdma/internal/servers"
 	"github.com/valkeyrdma/valkeyrdma/internal/tune"
 )
 
@@ -54,7 +55,7 @@ type leanServer struct {
 }
 
 func (l *lab) startLean(ctx context.Context, opt peer.Options) (*leanServer, error) {
-	port, err := l.freePort()
+	port, err := servers.NewPort(l.host)
 	if err != nil {
 		return nil, err
 	}

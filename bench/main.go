@@ -189,7 +189,7 @@ type entrant struct {
 
 // turn measures once. A contestant that fails or does not come to an end is closed, and opened anew for its next turn.
 func (e *entrant) turn(ctx context.Context, d time.Duration) ([]row, error) {
-	if s := serverOf(e.c); s != nil && (s.ended() || s.busy()) {
+	if s := serverOf(e.c); s != nil && (s.Ended() || s.busy()) {
 		fmt.Fprintf(os.Stderr, "bench: the server of %s has died, or works without being asked to: it gets a new one\n", e.name)
 		e.close()
 	}

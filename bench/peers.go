@@ -86,7 +86,7 @@ func openGo(w work) openFunc {
 			return nil, err
 		}
 		c := &goClient{w: w, server: s}
-		option := valkey.ClientOption{InitAddress: []string{s.addr}, DisableCache: true}
+		option := valkey.ClientOption{InitAddress: []string{s.Addr}, DisableCache: true}
 		if name == goRDMA {
 			option.DialCtxFn = valkeyrdma.DialCtxFn
 		}
@@ -105,7 +105,7 @@ func (g *goClient) close() {
 	if g.client != nil {
 		g.client.Close()
 	}
-	g.server.stop()
+	g.server.Kill()
 }
 
 func (g *goClient) measure(d time.Duration) ([]row, error) {
@@ -189,7 +189,7 @@ func openRaw(w work) openFunc {
 			return nil, err
 		}
 		for range max(w.conns, 1) {
-			conn, err := dial(ctx, s.addr)
+			conn, err := dial(ctx, s.Addr)
 			if err != nil {
 				c.close()
 				return nil, err
@@ -218,7 +218,7 @@ func (c *rawClient) close() {
 	for _, r := range c.conns {
 		_ = r.c.Close()
 	}
-	c.server.stop()
+	c.server.Kill()
 }
 
 func (c *rawClient) measure(d time.Duration) ([]row, error) {

@@ -12,6 +12,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/valkeyrdma/valkeyrdma/internal/servers"
 )
 
 // perftestPeer is ib_write_lat or ib_write_bw: what the device can do when nothing but the device is asked.
@@ -110,7 +112,7 @@ func (p *perftestPeer) measure(d time.Duration) ([]row, error) {
 func (p *perftestPeer) run(n int) (string, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	port, err := p.l.freePort()
+	port, err := servers.NewPort(p.l.host)
 	if err != nil {
 		return "", err
 	}

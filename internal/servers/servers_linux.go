@@ -1,4 +1,4 @@
-// Package servers runs Valkeys for tests and for the soak, inside the laboratory (scripts/lab).
+// Package servers runs Valkeys for tests, for the soak and for the bench, inside the laboratory (scripts/lab).
 package servers
 
 import (
@@ -94,14 +94,9 @@ func (s *Server) Begin() error {
 
 // Await waits until the process accepts connections.
 func (s *Server) Await(limit time.Duration) error {
-	s.mu.Lock()
-	ended := s.ended
-	s.mu.Unlock()
 	return Wait(limit, s.Addr+" to accept connections", func() (bool, error) {
-		select {
-		case <-ended:
+		if s.Ended() {
 			return false, fmt.Errorf("%s has ended:\n%s", s.Addr, s.LogTail())
-		default:
 		}
 		log, _ := os.ReadFile(s.log)
 		return strings.Contains(string(log[min(s.past, len(log)):]), s.ready), nil
@@ -117,6 +112,18 @@ func (s *Server) Kill() {
 	if ended != nil {
 		s.Signal(syscall.SIGKILL)
 		<-ended
+	}
+}
+
+// Ended says whether there was a process and it has ended.
+func (s *Server) Ended() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	select {
+	case <-s.ended:
+		return true
+	default:
+		return false
 	}
 }
 
