@@ -14,7 +14,7 @@
  *   vr_write                 one writer at a time
  *   vr_pump, vr_probe        the connection's pump goroutine, and only it
  *   vr_poll, vr_poller       one poller in the process; vr_tend   anyone; until vr_destroy
- *   vr_flushed, vr_disconnect, vr_get_stats, vr_grow   anyone, until vr_destroy
+ *   vr_flushed, vr_disconnect, vr_broken, vr_get_stats, vr_grow   anyone, until vr_destroy
  *   vr_destroy               once, after every other call has returned
  *
  * Reader, writer and pump may run at the same time. Whoever drains the completion queue accounts for both
@@ -124,9 +124,14 @@ int vr_dial(struct vr_conn **out, int *epfd, const struct sockaddr *dst, const s
             const struct vr_options *opt, struct vr_fault *fault);
 
 /*
- * Takes the dial as far as it can go. 1: connected, the peer's window is known; 0: more events must come;
- * negative: failed, see vr_get_fault. After 1 the pump takes over.
+ * Does one turn of the dial. Returns one of these, or a negative errno: failed, see vr_get_fault. After VR_DIAL_DONE the pump takes
+ * over.
  */
+enum {
+	VR_DIAL_WAIT = 0, /* more events must come */
+	VR_DIAL_DONE,     /* connected, the peer's window is known */
+	VR_DIAL_AGAIN,    /* there may be more to do: call again, unless the time is over */
+};
 int vr_dial_step(struct vr_conn *c);
 
 /*
@@ -134,9 +139,10 @@ int vr_dial_step(struct vr_conn *c);
  * before, until it fails or, at the latest, a time of the caller's choice has passed; then vr_destroy. 0: vr_destroy at
  * once. A server whose client is gone before it could accept crashes three seconds later (Valkey up to 9.1.2:
  * rdmaHandleConnect in src/rdma.c leaves its keepalive timer behind when rdma_accept fails), so one that is merely
- * busy is given the time to accept. Until it has, most of the memory is free already.
+ * busy is given the time to accept. With keep, the connection may be of use when it has. Without, it ends then, and most of its
+ * memory is free until then.
  */
-int vr_abandon(struct vr_conn *c);
+int vr_abandon(struct vr_conn *c, bool keep);
 
 /* What an unfinished dial is doing, in words. */
 const char *vr_dial_stage(struct vr_conn *c);
@@ -148,9 +154,9 @@ void vr_addresses(struct vr_conn *c, struct sockaddr_storage *local, struct sock
  * Copies received bytes into buf. n > 0: bytes copied; 0: end of stream; -EAGAIN: nothing yet, call again if wake names the
  * reader (after a turn for others if it has VR_YIELD, after a nap if it has VR_NAP), else sleep until woken, see VR_POLL; otherwise
  * the connection is broken (every byte that arrived before has been handed over). Spins as opt.spin_ns allows and experience
- * advises.
+ * advises. goes_on: it is called again because it said so.
  */
-struct vr_result vr_read(struct vr_conn *c, void *buf, size_t len);
+struct vr_result vr_read(struct vr_conn *c, void *buf, size_t len, bool goes_on);
 
 /*
  * Takes bytes for sending: what fits is copied, and posted as far as window, credits and send queue allow;
@@ -199,6 +205,9 @@ struct vr_result vr_flushed(struct vr_conn *c);
 
 /* Ends the connection for the peer; both sides of ours fail with EPIPE from here on, unless a fault came first. */
 void vr_disconnect(struct vr_conn *c);
+
+/* Whether it has ended, by a fault, by the peer or by vr_disconnect. There may be bytes to read. */
+bool vr_broken(struct vr_conn *c);
 
 /* The first fault, or kind VR_FAULT_NONE. */
 void vr_get_fault(struct vr_conn *c, struct vr_fault *out);

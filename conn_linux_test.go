@@ -15,12 +15,14 @@ import (
 	"io"
 	"math/rand/v2"
 	"net"
+	"net/netip"
 	"os"
 	"os/exec"
 	"runtime"
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -95,7 +97,6 @@ func TestDialFailures(t *testing.T) {
 	require.NoError(t, err)
 	warm(t)
 
-	silent := net.JoinHostPort(strings.TrimSuffix(host, "1")+"199", "6378") // in the subnet, nobody there
 	for _, tc := range []struct {
 		name, dst string
 		timeout   time.Duration
@@ -104,7 +105,7 @@ func TestDialFailures(t *testing.T) {
 	}{
 		{"nobody listens", net.JoinHostPort(host, "1"), 10 * time.Second, []error{syscall.ECONNREFUSED}, "nothing listens there"},
 		{"no RDMA device on the route", "127.0.0.1:6378", 10 * time.Second, []error{ErrNoDevice}, "on the route"},
-		{"nobody there", silent, 1500 * time.Millisecond, []error{os.ErrDeadlineExceeded, context.DeadlineExceeded}, "timed out while"},
+		{"nobody there", nobody(t), 1500 * time.Millisecond, []error{os.ErrDeadlineExceeded, context.DeadlineExceeded}, "timed out while"},
 		{"no route", "[2001:db8:ffff::1]:6378", 10 * time.Second, []error{syscall.ENETUNREACH}, ""},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -125,11 +126,38 @@ func TestDialFailures(t *testing.T) {
 	}
 }
 
+// A dial over RDMA that nobody answers leaves time for the fallback.
+func TestFallbackInTime(t *testing.T) {
+	watchdog(t, time.Minute)
+	abandonFor(t, 300*time.Millisecond)
+	warm(t)
+	addr := greeter(t)
+	var reason error
+	dl := Dialer{
+		Route: func(string) (string, string) { return "rdma", nobody(t) },
+		Fallback: func(_ string, err error) bool {
+			reason = err
+			return true
+		},
+	}
+	c, err := dl.DialCtxFn(context.Background(), addr, &net.Dialer{Timeout: 3 * time.Second}, nil)
+	requireGreeting(t, c, err)
+	require.ErrorIs(t, reason, os.ErrDeadlineExceeded)
+}
+
+// nobody is an address in the subnet of the RDMA device at which nobody is.
+func nobody(t testing.TB) string {
+	t.Helper()
+	host, _, err := net.SplitHostPort(rdmaAddr(t))
+	require.NoError(t, err)
+	return net.JoinHostPort(strings.TrimSuffix(host, "1")+"199", "6378")
+}
+
 // requireNoLeak checks that nothing is left. A leak stays; what only takes a moment to go, the end of a dial that was given up or a
 // Close in the background, does not. Fewer than before is no leak: an earlier test's may have gone late.
 func requireNoLeak(t *testing.T, fds, goroutines, resources int) {
 	t.Helper()
-	requireFalls(t, 0, func() int { return int(abandonedDials.Load()) }, "dials go on that were given up")
+	requireFalls(t, 0, abandonedDials, "dials go on that were given up")
 	requireFalls(t, goroutines, runtime.NumGoroutine, "goroutines are left")
 	requireFalls(t, fds, func() int { return openFDs(t) }, "file descriptors are left")
 	requireFalls(t, resources, func() int { return rdmaResources(t) }, "RDMA resources are left")
@@ -214,6 +242,108 @@ func TestH23DialBusyServer(t *testing.T) {
 	require.Equal(t, "+PONG", command(t, c, bufio.NewReader(c), "PING"), "the server has crashed")
 	require.NoError(t, c.Close())
 	requireNoLeak(t, fds, goroutines, resources)
+}
+
+// However many callers give up however often, the server survives it, and does not find more dials than it can see to.
+func TestH23DialsGivenUpTogether(t *testing.T) {
+	w := watchdog(t, 2*time.Minute)
+	addr := startServer(t).Addr
+	warm(t)
+	fds, goroutines, resources := openFDs(t), runtime.NumGoroutine(), rdmaResources(t)
+	asleep := make(chan struct{})
+	go func() {
+		defer close(asleep)
+		serverDo(t, addr, "DEBUG", "SLEEP", "3")
+	}()
+	time.Sleep(300 * time.Millisecond)
+	const callers = 16
+	var wg sync.WaitGroup
+	var dials, most atomic.Int32
+	for range callers {
+		wg.Go(func() {
+			for {
+				select {
+				case <-asleep:
+					return
+				default:
+				}
+				conn, err := DialCtxFn(context.Background(), addr, &net.Dialer{Timeout: 50 * time.Millisecond}, nil)
+				dials.Add(1)
+				if err == nil { // it is awake
+					_ = conn.Close()
+				}
+				for n, m := int32(abandonedDials()), most.Load(); n > m && !most.CompareAndSwap(m, n); m = most.Load() {
+				}
+			}
+		})
+	}
+	wg.Wait()
+	t.Logf("%d dials, at most %d went on at a time after they had been given up", dials.Load(), most.Load())
+	c := dialTo(t, w, addr)
+	time.Sleep(4 * time.Second)
+	require.Equal(t, "+PONG", command(t, c, bufio.NewReader(c), "PING"), "the server has crashed")
+	require.NoError(t, c.Close())
+	requireNoLeak(t, fds, goroutines, resources)
+	require.LessOrEqual(t, most.Load(), int32(maxPending+callers))
+}
+
+// A connection that comes too late for the dial that asked for it is there for the next one, if that wants the same. Callers that
+// never have the time that a dial takes get their connections nevertheless.
+func TestDialSpare(t *testing.T) {
+	watchdog(t, time.Minute)
+	warm(t)
+	fds, goroutines, resources := openFDs(t), runtime.NumGoroutine(), rdmaResources(t)
+	s := fake(t, rdmatest.Options{})
+	dial := func(d Dialer) (net.Conn, error) {
+		return d.DialCtxFn(context.Background(), s.Addr(), &net.Dialer{Timeout: 100 * time.Millisecond}, nil)
+	}
+	var peers []*rdmatest.Peer
+	late := func() *rdmatest.Peer {
+		t.Helper()
+		conn, err := dial(Dialer{})
+		requireDialError(t, conn, err)
+		require.ErrorIs(t, err, os.ErrDeadlineExceeded)
+		p, err := s.Accept(5 * time.Second)
+		require.NoError(t, err)
+		peers = append(peers, p)
+		t.Cleanup(func() { _ = p.Close() })
+		requireFalls(t, 0, abandonedDials, "a dial that was given up goes on")
+		return p
+	}
+
+	p := late()
+	other, err := dial(Dialer{ReceiveWindow: 64 << 10})
+	requireDialError(t, other, err) // nobody accepts
+	request, err := s.Request(5 * time.Second)
+	require.NoError(t, err)
+	c, err := dial(Dialer{})
+	require.NoError(t, err)
+	_, err = io.WriteString(c, "PING\r\n")
+	require.NoError(t, err)
+	require.Equal(t, "PING\r\n", string(readPeer(t, p, 6)))
+	require.NoError(t, c.Close())
+	require.NoError(t, request.Drop())
+
+	// One that has ended meanwhile is of no use, and one that nobody wants ends.
+	p = late()
+	require.NoError(t, p.Abort())
+	require.Eventually(t, func() bool {
+		pending.mu.Lock()
+		defer pending.mu.Unlock()
+		to := pending.to[netip.MustParseAddrPort(s.Addr())]
+		return to == nil || to.spare == nil || to.spare.ended()
+	}, 5*time.Second, time.Millisecond)
+	p = late()
+	_, err = p.Read(make([]byte, 1))
+	require.True(t, err == io.EOF, "%v", err)
+	for _, p := range peers {
+		_ = p.Close()
+	}
+	require.NoError(t, s.Close())
+	requireNoLeak(t, fds, goroutines, resources)
+	pending.mu.Lock()
+	defer pending.mu.Unlock()
+	require.Empty(t, pending.to)
 }
 
 // A server that has all the clients it may have accepts and drops the connection without a word.

@@ -626,24 +626,23 @@ failed:
 
 int vr_dial_step(struct vr_conn *c)
 {
-	struct vr_result r;
+	struct vr_result r = vr_pump(c);
 
-	do {
-		r = vr_pump(c);
-		if (c->state == VR_FAILED || vr_faulted(c))
-			return vr_fault_errno(c);
-		if (c->state == VR_AWAITING_WINDOW && atomic_load(&c->peer_windows) > 0) {
-			c->state = VR_CONNECTED;
-			return 1;
-		}
-	} while (r.n > 0);
-	return 0;
+	if (c->state == VR_FAILED || vr_faulted(c))
+		return vr_fault_errno(c);
+	if (c->state == VR_AWAITING_WINDOW && atomic_load(&c->peer_windows) > 0) {
+		c->state = VR_CONNECTED;
+		return VR_DIAL_DONE;
+	}
+	return r.n > 0 ? VR_DIAL_AGAIN : VR_DIAL_WAIT;
 }
 
-int vr_abandon(struct vr_conn *c)
+int vr_abandon(struct vr_conn *c, bool keep)
 {
 	if (c->state != VR_CONNECTING && c->state != VR_AWAITING_WINDOW)
 		return 0;
+	if (keep)
+		return 1;
 	/* The queue pair stays, so that its number, which the server knows, is not given to another connection. */
 	c->abandoned = true;
 	if (c->state == VR_CONNECTING) {

@@ -70,7 +70,8 @@ type Dialer struct {
 	// Route. It serves what does not speak RDMA (sentinels), nodes whose RDMA port is another than the one the cluster announces,
 	// and NAT. It is called for every dial, by several goroutines at once.
 	//
-	// On routes that are not "rdma" the connection is the one that net.Dialer or, with a TLS config, tls.Dialer makes.
+	// On routes that are not "rdma" the connection is the one that net.Dialer or, with a TLS config, tls.Dialer makes. The server has
+	// to show a certificate for the host of dst, as without a Route, unless the config has a ServerName.
 	Route func(dst string) (network, address string)
 
 	// Fallback, if it is not nil, is told of each dial over RDMA that failed, and why; if it returns true, the client gets a
@@ -104,7 +105,7 @@ func (dl *Dialer) DialCtxFn(ctx context.Context, dst string, d *net.Dialer, cfg 
 	}
 	via, address := dl.route(dst)
 	if via != network {
-		return dialOther(ctx, via, address, d, cfg)
+		return dialOther(ctx, via, address, dst, d, cfg)
 	}
 	if dl.Fallback == nil || cfg != nil {
 		return dl.dial(ctx, address, d, cfg)
@@ -118,7 +119,7 @@ func (dl *Dialer) DialCtxFn(ctx context.Context, dst string, d *net.Dialer, cfg 
 	if err == nil || errors.Is(err, os.ErrInvalid) || ctx.Err() != nil || !dl.Fallback(dst, err) {
 		return conn, err
 	}
-	return dialOther(ctx, "tcp", dst, d, nil)
+	return dialOther(ctx, "tcp", dst, dst, d, nil)
 }
 
 func (dl *Dialer) route(dst string) (via, address string) {
@@ -128,14 +129,18 @@ func (dl *Dialer) route(dst string) (via, address string) {
 	return cmp.Or(via, network), cmp.Or(address, dst)
 }
 
-// dialOther connects by a network of net.Dialer.
-func dialOther(ctx context.Context, via, address string, d *net.Dialer, cfg *tls.Config) (net.Conn, error) {
+// dialOther connects to address, which is dst's, by a network of net.Dialer.
+func dialOther(ctx context.Context, via, address, dst string, d *net.Dialer, cfg *tls.Config) (net.Conn, error) {
 	if a, err := localAddr(d.LocalAddr); err == nil && a.Addr().IsValid() && strings.HasPrefix(via, "tcp") {
 		other := *d // net.Dialer wants a local address of its own type
 		other.LocalAddr = net.TCPAddrFromAddrPort(a)
 		d = &other
 	}
 	if cfg != nil {
+		if host, _, err := net.SplitHostPort(dst); err == nil && cfg.ServerName == "" {
+			cfg = cfg.Clone()
+			cfg.ServerName = host
+		}
 		return (&tls.Dialer{NetDialer: d, Config: cfg}).DialContext(ctx, via, address)
 	}
 	return d.DialContext(ctx, via, address)

@@ -17,6 +17,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -178,6 +179,28 @@ func TestH15CloseDelivers(t *testing.T) {
 	require.NoError(t, c.Close())
 }
 
+// Close does not wait for a server that sends on and on, and does not say whether it has read what was written.
+func TestH15CloseAmidMessages(t *testing.T) {
+	w := watchdog(t, time.Minute)
+	c, p := pair(t, w, fake(t, rdmatest.Options{Echoes: 1}), defaults)
+	_, err := io.WriteString(c, "MONITOR\r\n")
+	require.NoError(t, err)
+	readPeer(t, p, 9)
+	var sent atomic.Int64
+	over := make(chan struct{})
+	go func() {
+		defer close(over)
+		for p.WritePieces([]byte("x")) == nil {
+			sent.Add(1)
+		}
+	}()
+	require.Eventually(t, func() bool { return sent.Load() > 1000 }, 10*time.Second, time.Millisecond)
+	require.NoError(t, c.Close())
+	require.Less(t, sent.Load(), int64(defaults.window)/2, "Close waited until the windows were full")
+	<-over
+	require.Equal(t, 2, p.Facts().Fences)
+}
+
 // H17: what is asked for is clamped to what the device has.
 func TestH17DeviceLimits(t *testing.T) {
 	w := watchdog(t, time.Minute)
@@ -223,6 +246,14 @@ func TestH20DialAnswers(t *testing.T) {
 				_ = p.Close()
 			}
 		}, os.ErrDeadlineExceeded, "announce its receive window"},
+		{"keepalives without end", rdmatest.Options{Silent: true}, func(r *rdmatest.Request) {
+			if p, err := r.Accept(); err == nil {
+				for end := time.Now().Add(4 * time.Second); err == nil && time.Now().Before(end); {
+					err = p.SendKeepalives(100)
+				}
+				_ = p.Close()
+			}
+		}, os.ErrDeadlineExceeded, "announce its receive window"},
 		{"closed before its window", rdmatest.Options{Silent: true}, func(r *rdmatest.Request) {
 			if p, err := r.Accept(); err == nil {
 				_ = p.Close()
@@ -238,7 +269,7 @@ func TestH20DialAnswers(t *testing.T) {
 			require.ErrorContains(t, err, tc.text)
 		})
 	}
-	require.Eventually(t, func() bool { return abandonedDials.Load() == 0 }, 5*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return abandonedDials() == 0 }, 5*time.Second, 10*time.Millisecond)
 }
 
 // H21: a device that is taken away ends the connection; the process lives. It happens in a child, because librdmacm keeps each

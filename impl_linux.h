@@ -252,11 +252,10 @@ bool vr_spin(struct vr_conn *c, struct vr_spin *s);
 void vr_spin_end(struct vr_spin *s);
 struct vr_spin vr_spin_writer(struct vr_conn *c);
 void vr_spin_init(struct vr_conn *c);
-uint32_t vr_await(struct vr_conn *c);
+uint32_t vr_await(struct vr_conn *c, bool goes_on);
 void vr_awake(struct vr_conn *c);
 
 /* What there is. */
-bool vr_broken(struct vr_conn *c);
 bool vr_unposted(struct vr_conn *c); /* bytes that were taken and are not announced to the peer */
 uint64_t vr_unread(struct vr_conn *c);
 

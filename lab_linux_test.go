@@ -61,6 +61,16 @@ func (w *watched) print() {
 	}
 }
 
+// abandonedDials is how many dials were given up and go on.
+func abandonedDials() (n int) {
+	pending.mu.Lock()
+	defer pending.mu.Unlock()
+	for _, to := range pending.to {
+		n += to.abandoned
+	}
+	return n
+}
+
 // dialLab connects to the laboratory's Valkey.
 func dialLab(t testing.TB, w *watched) *conn {
 	t.Helper()

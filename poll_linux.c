@@ -325,12 +325,15 @@ static uint64_t next_slice(struct vr_conn *c)
  * Waits for bytes, or the end, as long as spinning is worth it. Returns VR_WAKE_*: if that names the reader, it looks again, after
  * others had a turn where VR_YIELD says so; else it sleeps, and the pump or, with VR_POLL, the poller wakes it.
  */
-uint32_t vr_await(struct vr_conn *c)
+uint32_t vr_await(struct vr_conn *c, bool goes_on)
 {
 	struct vr_spin s = {0, 0, false};
 	uint32_t wake;
 	uint64_t now;
 
+	/* The last wait may have ended elsewhere: by a deadline, or by a completion that came while others had a turn. */
+	if (!goes_on)
+		c->spin_began = 0;
 	atomic_store(&c->rd_waiting, false);
 	wake = vr_progress(c);
 	if (!c->opt.spin_ns)

@@ -3,6 +3,7 @@ package valkeyrdma
 import (
 	"context"
 	"crypto/tls"
+	"crypto/x509"
 	"io"
 	"net"
 	"net/http"
@@ -88,10 +89,10 @@ func TestRouteTLS(t *testing.T) {
 	cfg.NextProtos = []string{"http/1.1"}
 	dl := Dialer{
 		Route: func(dst string) (string, string) {
-			if dst == addr {
-				return "tcp", dst
+			if dst == "10.0.0.7:6378" {
+				return "rdma", addr
 			}
-			return "rdma", addr
+			return "tcp", addr
 		},
 		Fallback: func(string, error) bool {
 			t.Error("asked for a fallback")
@@ -102,6 +103,19 @@ func TestRouteTLS(t *testing.T) {
 	require.NoError(t, err)
 	defer c.Close()
 	require.True(t, c.(*tls.Conn).ConnectionState().HandshakeComplete)
+
+	// The certificate is for the name that the client knows, wherever the route goes. This one is for example.com and 127.0.0.1.
+	c, err = dl.DialCtxFn(context.Background(), "example.com:6379", nil, cfg)
+	require.NoError(t, err)
+	defer c.Close()
+	_, err = dl.DialCtxFn(context.Background(), "example.org:6379", nil, cfg)
+	var wrong x509.HostnameError
+	require.ErrorAs(t, err, &wrong)
+	cfg.ServerName = "example.com"
+	c, err = dl.DialCtxFn(context.Background(), "example.org:6379", nil, cfg)
+	require.NoError(t, err)
+	defer c.Close()
+	cfg.ServerName = ""
 
 	c, err = dl.DialCtxFn(context.Background(), "10.0.0.7:6378", nil, cfg)
 	requireDialError(t, c, err)

@@ -5,6 +5,7 @@ import (
 	"os"
 	"os/exec"
 	"strconv"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -77,6 +78,8 @@ func (k *soak) chaos(stop <-chan struct{}) {
 		{"pause a node of the cluster", func() error { return k.pause(k.cluster, k.cluster.servers[k.rng.IntN(len(k.cluster.servers))]) }},
 		{"kill connections of the cluster", func() error { return k.killConnections(k.cluster) }},
 		{"pause the client", k.pauseClient},
+		{"save the server's data", func() error { return k.save(k.alone.servers[0]) }},
+		{"save the data of a node", func() error { return k.save(k.cluster.servers[k.rng.IntN(len(k.cluster.servers))]) }},
 	}
 	rest := func(least, most time.Duration) bool {
 		select {
@@ -197,6 +200,23 @@ func (k *soak) killMaster() error {
 			return nodes[master].role() == "slave" && nodes[master].isReplicaOK(), nil
 		})
 	}, k.cluster)
+}
+
+// save makes a process fork while RDMA writes into its memory. It excuses nothing.
+func (k *soak) save(s *server) error {
+	// A replica that synchronizes may have made it save already.
+	if _, err := s.Do("BGSAVE", "SCHEDULE"); err != nil && !strings.Contains(err.Error(), "in progress") {
+		return err
+	}
+	return servers.Wait(2*time.Minute, s.name+" to save its data", func() (bool, error) {
+		if s.Info("rdb_bgsave_in_progress") != "0" {
+			return false, nil
+		}
+		if status := s.Info("rdb_last_bgsave_status"); status != "ok" {
+			return false, fmt.Errorf("%s: the status of BGSAVE is %q", s.name, status)
+		}
+		return true, nil
+	})
 }
 
 // pauseClient stops this process. Somebody else has to let it go on: a child.

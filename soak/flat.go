@@ -29,7 +29,7 @@ const (
 	steadyAfter = 4 * time.Minute
 
 	threadSlack = 8        // Go gives no thread back; so many more, or a half, may be needed later than in the first third
-	rssSlack    = 64 << 20 // and a quarter of what was used in the second quarter
+	rssSlack    = 64 << 20 // and a quarter of what was used in the second quarter; or of RSS at the end more than at the start
 )
 
 // leaks says what is left at the end.
@@ -41,6 +41,9 @@ func (e ending) leaks() (complaints []string) {
 	}
 	compare("file descriptors", e.before.fds, e.after.fds)
 	compare("goroutines", e.before.goroutines, e.after.goroutines)
+	if e.after.rss > e.before.rss+rssSlack {
+		complaints = append(complaints, fmt.Sprintf("RSS: %s at the start, %s at the end", mib(e.before.rss), mib(e.after.rss)))
+	}
 	for _, kind := range resourceKinds {
 		compare("RDMA "+kind, e.rdmaBefore[kind], e.rdmaAfter[kind])
 	}

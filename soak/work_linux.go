@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -302,16 +303,27 @@ func (w *worker) largeValue(l *lane) {
 		})
 	} else {
 		err = w.call(l.side, "DoStream", func(ctx context.Context) (err error) {
-			var into bytes.Buffer
+			into := slowBuffer{pause: time.Duration(w.rng.IntN(2)*w.rng.IntN(20)) * time.Millisecond}
 			stream := client.DoStream(ctx, client.B().Get().Key(l.large.key).Build())
 			for err = stream.Error(); err == nil && stream.HasNext(); {
 				_, err = stream.WriteTo(&into)
 			}
-			b = into.Bytes()
+			b = into.got.Bytes()
 			return err
 		})
 	}
 	w.checkRead(l, &l.large, b, err)
+}
+
+// slowBuffer takes its time. It has no ReadFrom, so that a stream has to come in pieces.
+type slowBuffer struct {
+	got   bytes.Buffer
+	pause time.Duration // before each piece
+}
+
+func (b *slowBuffer) Write(p []byte) (int, error) {
+	time.Sleep(b.pause)
+	return b.got.Write(p)
 }
 
 // many writes and reads several keys, of several slots, with DoMulti.
@@ -633,6 +645,9 @@ func (w *worker) publish(l *lane) {
 	}
 }
 
+// goodbye is what the keys of the last messages end with.
+const goodbye = ":by:farewell"
+
 // A subscription of one of the subscribers.
 type subscription struct {
 	*side
@@ -662,6 +677,10 @@ func (k *soak) subscribe(ctx context.Context, s subscription, rng *rand.Rand) {
 			key, seq, err := checkValue([]byte(m.Message))
 			if err != nil {
 				k.wrong("%s: a message on %s: %v", s.name, m.Channel, err)
+				return
+			}
+			if strings.HasSuffix(key, goodbye) {
+				k.farewells.Store(s.name+s.command+s.channel, nil)
 				return
 			}
 			if s.cluster && s.command != "SSUBSCRIBE" {

@@ -14,6 +14,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -38,6 +39,7 @@ func TestClient(t *testing.T) {
 				{"transactions", visit.transactions},
 				{"blocking", visit.blocking},
 				{"cache", visit.cache},
+				{"broadcast", visit.broadcast},
 				{"RESP", visit.resp},
 				{"pub/sub", visit.pubSub},
 				{"slow subscriber", visit.slowSubscriber},
@@ -70,6 +72,9 @@ func (v visit) connect(opt valkey.ClientOption) (valkey.Client, *dials) {
 	return client, d
 }
 
+// pipelined is how many connections valkey-go makes at most for commands that are pipelined, and the one for those that are not.
+const pipelined = 1 + 1<<2
+
 // Many callers at once, by each of the ways in which valkey-go sends their commands.
 func (v visit) pipelining(t *testing.T) {
 	ctx := within(t, patience)
@@ -100,6 +105,8 @@ func (v visit) pipelining(t *testing.T) {
 		n, err := client.Do(ctx, client.B().Get().Key("pipelining").Build()).AsInt64()
 		require.NoError(t, err)
 		require.Equal(t, int64(16*100), n, name)
+		// Only without pipelining does a caller need a connection for itself.
+		require.Equal(t, opt.DisableAutoPipelining, d.count() > pipelined, "%s: %d connections", name, d.count())
 		d.requireVia(t, v.tr, v.s.Addr)
 		client.Close()
 	}
@@ -251,6 +258,27 @@ func (v visit) cache(t *testing.T) {
 		r := client.DoCache(ctx, client.B().Get().Key("cached").Cache(), time.Hour)
 		return valkey.IsValkeyNil(r.Error())
 	})
+}
+
+// Every key with a prefix, whether it was read or not, and with no keys in the server's memory.
+func (v visit) broadcast(t *testing.T) {
+	ctx := within(t, patience)
+	invalid := make(chan string, 10)
+	client, _ := v.connect(valkey.ClientOption{ClientTrackingOptions: []string{"PREFIX", "broadcast:", "BCAST"}, SelectDB: 3,
+		OnInvalidations: func(keys []valkey.ValkeyMessage) {
+			for _, key := range keys {
+				name, _ := key.ToString()
+				invalid <- name
+			}
+		}})
+	require.NoError(t, plain(ctx, client, "broadcast:a", "1"))
+	require.Contains(t, v.s.Info("db3"), "keys=1")
+	select {
+	case key := <-invalid:
+		require.Equal(t, "broadcast:a", key)
+	case <-ctx.Done():
+		require.FailNow(t, "no invalidation came")
+	}
 }
 
 func (v visit) resp(t *testing.T) {
@@ -414,10 +442,10 @@ func (v visit) values(t *testing.T) {
 	client, _ := v.connect(valkey.ClientOption{ConnWriteTimeout: 4 * patience})
 	largest, err := strconv.Atoi(cmp.Or(os.Getenv("VALKEYRDMA_E2E_LARGE"), "512"))
 	require.NoError(t, err)
-	for _, size := range []int{0, 1, 64<<10 - 1, 64 << 10, 1<<20 - 1, 1<<20 + 1, 5 << 20, largest << 20} {
+	for _, size := range []int{0, 1, 64<<10 - 1, 64 << 10, 1<<20 - 1, 1<<20 + 1, 64 << 20, largest << 20} {
 		value := noise(size)
 		require.NoError(t, client.Do(ctx, client.B().Set().Key("value").Value(valkey.BinaryString(value)).Build()).Error(), "%d bytes", size)
-		if size <= 5<<20 {
+		if size <= 64<<20 {
 			got, err := client.Do(ctx, client.B().Get().Key("value").Build()).AsBytes()
 			require.NoError(t, err, "%d bytes", size)
 			require.True(t, bytes.Equal(value, got), "%d bytes", size)
@@ -479,6 +507,17 @@ func (v visit) stream(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, int64(len(value)), n)
 	require.False(t, s.HasNext())
+
+	get := func(key string) valkey.Completed { return client.B().Get().Key(key).Build() }
+	several := client.DoMultiStream(ctx, get("stream"), get("no such key"), get("stream"))
+	for _, want := range [][]byte{value, nil, value} {
+		require.True(t, several.HasNext())
+		n, err := several.WriteTo(&comparer{want: want})
+		require.Equal(t, int64(len(want)), n)
+		require.Equal(t, want == nil, valkey.IsValkeyNil(err), "%v", err)
+		require.True(t, want == nil || err == nil, "%v", err)
+	}
+	require.False(t, several.HasNext())
 	require.NoError(t, client.Do(ctx, client.B().Del().Key("stream").Build()).Error())
 }
 
@@ -533,12 +572,22 @@ func (v visit) connWriteTimeout(t *testing.T) {
 	client, _ := v.connect(valkey.ClientOption{ConnWriteTimeout: time.Second})
 	ctx := context.Background()
 	require.NoError(t, plain(ctx, client, "timeout", "1"))
-	v.s.do("CLIENT", "PAUSE", "600000", "WRITE")
-	err := plain(ctx, client, "timeout", "2")
+	givenUp := func(value string) {
+		t.Helper()
+		began := time.Now()
+		err := plain(ctx, client, "timeout", value)
+		require.True(t, errors.Is(err, context.DeadlineExceeded) || errors.Is(err, os.ErrDeadlineExceeded), "%v", err)
+		t.Logf("after %v: %v", time.Since(began).Round(time.Millisecond), err)
+		require.GreaterOrEqual(t, time.Since(began), time.Second)
+	}
+	v.s.do("CLIENT", "PAUSE", "600000", "WRITE") // commands are read
+	givenUp("2")
 	v.s.do("CLIENT", "UNPAUSE")
-	require.True(t, errors.Is(err, context.DeadlineExceeded) || errors.Is(err, os.ErrDeadlineExceeded), "%v", err)
-	t.Logf("%v", err)
 	require.NoError(t, plain(ctx, client, "timeout", "3"))
+	v.s.Signal(syscall.SIGSTOP) // nothing is read, and there is no room for all of the value
+	givenUp(strings.Repeat("x", 32<<20))
+	v.s.Signal(syscall.SIGCONT)
+	eventually(t, "the client is back", func() bool { return plain(ctx, client, "timeout", "4") == nil })
 }
 
 // The credentials are asked for at each connection, so that they can change.

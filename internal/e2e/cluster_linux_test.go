@@ -10,6 +10,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -321,6 +322,16 @@ func (c *cluster) testReplicas(t *testing.T, tr transport) {
 	for _, s := range replicas {
 		d.requireVia(t, tr, s.Addr)
 	}
+
+	client, _ = connect(t, tr, valkey.ClientOption{InitAddress: []string{masters[0].Addr}, ReplicaOnly: true})
+	onMasters, onReplicas = gets(masters), gets(replicas)
+	for i := range n {
+		value, err := client.Do(ctx, client.B().Get().Key(fmt.Sprintf("replicas:%d", i)).Build()).ToString()
+		require.NoError(t, err)
+		require.Equal(t, tr.name, value)
+	}
+	require.Equal(t, onMasters, gets(masters))
+	require.Equal(t, onReplicas+n, gets(replicas))
 }
 
 func (c *cluster) testShardedPubSub(t *testing.T, tr transport) {
@@ -363,8 +374,9 @@ func (c *cluster) testShardedPubSub(t *testing.T, tr transport) {
 func (c *cluster) testRedirects(t *testing.T, tr transport) {
 	ctx := within(t, patience)
 	const key = "redirects"
+	// They look at the topology now, and not again, and have a connection to the first node only until they need others.
 	client, d := c.connect(t, tr, valkey.ClientOption{})
-	other, otherD := c.connect(t, tr, valkey.ClientOption{}) // it looks at the topology now, and not again
+	other, otherD := c.connect(t, tr, valkey.ClientOption{})
 	require.NoError(t, plain(ctx, client, key, tr.name))
 	m := migration{c: c, slot: c.slot(t, key)}
 	m.from, _ = c.serving(t, m.slot)
@@ -398,7 +410,8 @@ func (c *cluster) testResharding(t *testing.T, tr transport) {
 	client, _ := c.connect(t, tr, valkey.ClientOption{})
 	const counters = 12
 	key := func(i int) string { return fmt.Sprintf("resharding:%s:%d", tr.name, i) }
-	var counts [counters]int64
+	var counts [counters]atomic.Int64
+	sum := int64(0)
 	stop := make(chan struct{})
 	var wg sync.WaitGroup
 	for i := range counters {
@@ -410,39 +423,53 @@ func (c *cluster) testResharding(t *testing.T, tr transport) {
 				default:
 				}
 				n, err := client.Do(ctx, client.B().Incr().Key(key(i)).Build()).AsInt64()
-				if !assert.NoError(t, err) || !assert.Equal(t, counts[i]+1, n) {
+				if !assert.NoError(t, err) || !assert.Equal(t, counts[i].Load()+1, n) {
 					return
 				}
-				counts[i] = n
+				counts[i].Store(n)
 			}
 		})
 	}
-	redirects := func() (n int) {
+	redirects := func(kind string) (n int) {
 		for _, s := range c.nodes {
-			n += s.errorsOf("ASK") + s.errorsOf("MOVED")
+			n += s.errorsOf(kind)
 		}
 		return n
 	}
-	before := redirects()
+	// Each step of a migration is under load: the slot's counter goes on in it.
+	progress := func(i int) {
+		t.Helper()
+		before := counts[i].Load()
+		eventually(t, key(i)+" goes on", func() bool { return t.Failed() || counts[i].Load() > before+1 })
+		require.False(t, t.Failed())
+	}
+	asks, moves := redirects("ASK"), redirects("MOVED")
 	for i := range counters {
 		m := migration{c: c, slot: c.slot(t, key(i))}
 		m.from, _ = c.serving(t, m.slot)
 		masters, _ := c.masters()
 		m.to = masters[(slices.Index(masters, m.from)+1)%3]
+		progress(i)
 		m.begin()
+		progress(i)
 		m.moveKeys()
+		progress(i)
 		m.end()
+		progress(i)
 	}
 	close(stop)
 	wg.Wait()
 	require.False(t, t.Failed())
-	require.Greater(t, redirects(), before)
+	asks, moves = redirects("ASK")-asks, redirects("MOVED")-moves
+	require.NotZero(t, asks)
+	require.NotZero(t, moves)
 	for i := range counters {
 		n, err := client.Do(ctx, client.B().Get().Key(key(i)).Build()).AsInt64()
 		require.NoError(t, err)
-		require.Equal(t, counts[i], n)
+		require.Equal(t, counts[i].Load(), n)
+		sum += n
 	}
-	t.Logf("%d redirects, counters at %d", redirects()-before, counts)
+	t.Logf("%d times ASK and %d times MOVED in %d INCRs", asks, moves, sum)
 	c.awaitWhole(t)
 }
 

@@ -79,6 +79,7 @@ type Options struct {
 	RNRTimer int
 
 	NoEcho   bool // does not answer GetServerFeature
+	Echoes   int  // how many of them it answers before it stops; 0: all
 	Silent   bool // announces no window by itself, neither the first nor a next one
 	NoRepost bool // never posts a receive again
 
@@ -676,7 +677,7 @@ func (p *Peer) onControl(wc *C.struct_rt_wc) {
 	switch op {
 	case GetServerFeature:
 		p.facts.Fences++
-		if !p.opt.NoEcho {
+		if !p.opt.NoEcho && (p.opt.Echoes == 0 || p.facts.Fences <= p.opt.Echoes) {
 			p.owed = append(p.owed, owed{[2]byte(msg[2:4]), wc.index})
 			p.settle()
 			return // which posts the receive again
