@@ -70,7 +70,7 @@ func (d *dials) begin(ctx context.Context, w wish) (*conn, error) {
 		select {
 		case <-changed:
 		case <-ctx.Done():
-			return nil, contextError(ctx, "waiting for earlier dials to this address, which were given up and which the server has not answered")
+			return nil, contextError(ctx, "waiting for earlier dials to this address, which were given up and not answered yet")
 		}
 	}
 }
