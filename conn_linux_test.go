@@ -331,7 +331,7 @@ func TestDialSpare(t *testing.T) {
 		pending.mu.Lock()
 		defer pending.mu.Unlock()
 		to := pending.to[netip.MustParseAddrPort(s.Addr())]
-		return to == nil || to.spare == nil || to.spare.ended()
+		return to == nil || len(to.spares) == 0 || to.spares[0].conn.ended()
 	}, 5*time.Second, time.Millisecond)
 	p = late()
 	_, err = p.Read(make([]byte, 1))

@@ -5,20 +5,22 @@ package valkeyrdma
 import (
 	"context"
 	"net/netip"
+	"slices"
 	"sync"
 	"time"
 )
 
 // maxPending is how many dials to a server are under way at a time, once it has been too slow for one of them. Those that were
-// given up count, and others wait: callers that give up quickly and try again would only add to what keeps it busy.
-const maxPending = 16
+// given up count, and others wait: callers that give up quickly and try again would only add to what keeps it busy. As many of
+// those that were given up keep what they need to become connections: else callers that all have less time than a dial
+// takes, as a pool with short deadlines, would never have any.
+const maxPending = 8
 
 // spareTime is how long a connection that came too late for the dial that asked for it is kept for the next one.
 const spareTime = time.Second
 
 // pending are the dials that are under way, those included that were given up and go on because the server may not survive their
-// end. Of these, one for each server keeps what it needs to become a connection: else callers that all have less time than a dial
-// takes, as a pool with short deadlines, would never have any.
+// end.
 var pending = dials{to: make(map[netip.AddrPort]*dialsTo), changed: make(chan struct{})}
 
 type dials struct {
@@ -29,9 +31,13 @@ type dials struct {
 
 type dialsTo struct {
 	active, abandoned int
-	kept              bool // one of the abandoned may become the spare connection, or has
-	spare             *conn
-	of                wish // what the spare connection was made for
+	kept              int // of the abandoned, those that may become spare connections, and those that have
+	spares            []spare
+}
+
+type spare struct {
+	conn *conn
+	of   wish
 }
 
 // A wish is what a connection is to be.
@@ -49,8 +55,10 @@ func (d *dials) begin(ctx context.Context, w wish) (*conn, error) {
 			to = new(dialsTo)
 			d.to[w.remote] = to
 		}
-		if c := to.spare; c != nil && to.of == w {
-			to.spare, to.kept = nil, false
+		if i := slices.IndexFunc(to.spares, func(s spare) bool { return s.of == w }); i >= 0 {
+			c := to.spares[i].conn
+			to.spares = slices.Delete(to.spares, i, i+1)
+			to.kept--
 			ended := c.ended()
 			d.tidy(w.remote)
 			d.mu.Unlock()
@@ -77,7 +85,7 @@ func (d *dials) begin(ctx context.Context, w wish) (*conn, error) {
 
 // tidy is called when less is pending.
 func (d *dials) tidy(remote netip.AddrPort) {
-	if to := d.to[remote]; to.active+to.abandoned == 0 && !to.kept {
+	if to := d.to[remote]; to.active+to.abandoned+to.kept == 0 {
 		delete(d.to, remote)
 	}
 	close(d.changed)
@@ -97,8 +105,10 @@ func (d *dials) abandon(remote netip.AddrPort) (keep bool) {
 	defer d.mu.Unlock()
 	to := d.to[remote]
 	to.abandoned++
-	keep = !to.kept
-	to.kept = true
+	keep = to.kept < maxPending
+	if keep {
+		to.kept++
+	}
 	return keep
 }
 
@@ -108,12 +118,11 @@ func (d *dials) abandoned(w wish, kept bool, c *conn) {
 	defer d.mu.Unlock()
 	to := d.to[w.remote]
 	to.abandoned--
-	if kept {
-		to.kept = c != nil
-	}
 	if c != nil {
-		to.spare, to.of = c, w
+		to.spares = append(to.spares, spare{c, w})
 		time.AfterFunc(spareTime, func() { d.discard(w.remote, c) })
+	} else if kept {
+		to.kept--
 	}
 	d.tidy(w.remote)
 }
@@ -121,11 +130,14 @@ func (d *dials) abandoned(w wish, kept bool, c *conn) {
 // discard closes a spare connection that nobody wanted.
 func (d *dials) discard(remote netip.AddrPort, c *conn) {
 	d.mu.Lock()
-	to := d.to[remote]
-	unwanted := to != nil && to.spare == c
-	if unwanted {
-		to.spare, to.kept = nil, false
-		d.tidy(remote)
+	unwanted := false
+	if to := d.to[remote]; to != nil {
+		if i := slices.IndexFunc(to.spares, func(s spare) bool { return s.conn == c }); i >= 0 {
+			unwanted = true
+			to.spares = slices.Delete(to.spares, i, i+1)
+			to.kept--
+			d.tidy(remote)
+		}
 	}
 	d.mu.Unlock()
 	if unwanted {
