@@ -78,7 +78,7 @@ func dialSized(ctx context.Context, remote, local netip.AddrPort, o options) (*c
 }
 
 func dialOnce(ctx context.Context, w wish) (*conn, error) {
-	o := w.options
+	o, began := w.options, time.Now()
 	dst, err := sockaddr(w.remote)
 	if err != nil {
 		return nil, err
@@ -112,7 +112,7 @@ func dialOnce(ctx context.Context, w wish) (*conn, error) {
 		err = c.awaitConnected(ctx, raw)
 	}
 	if err != nil {
-		c.abandon(raw, w)
+		c.abandon(raw, w, began)
 		return nil, err
 	}
 	c.start(raw, o.probe)
@@ -134,7 +134,7 @@ func (c *conn) start(raw syscall.RawConn, probe time.Duration) {
 var abandonTimeout = 30 * time.Second
 
 // abandon frees a connection whose dial has failed or was given up.
-func (c *conn) abandon(raw syscall.RawConn, w wish) {
+func (c *conn) abandon(raw syscall.RawConn, w wish, began time.Time) {
 	free := func() {
 		C.vr_disconnect(c.c)
 		_ = c.file.Close()
@@ -144,7 +144,7 @@ func (c *conn) abandon(raw syscall.RawConn, w wish) {
 	keep := pending.abandon(w.remote)
 	if raw == nil || C.vr_abandon(c.c, C.bool(keep)) == 0 || c.file.SetReadDeadline(end) != nil {
 		free()
-		pending.abandoned(w, keep, nil)
+		pending.abandoned(w, keep, nil, 0)
 		return
 	}
 	go func() {
@@ -155,11 +155,11 @@ func (c *conn) abandon(raw syscall.RawConn, w wish) {
 		})
 		if keep && ret == C.VR_DIAL_DONE && c.file.SetReadDeadline(time.Time{}) == nil {
 			c.start(raw, w.options.probe)
-			pending.abandoned(w, keep, c)
+			pending.abandoned(w, keep, c, time.Since(began))
 			return
 		}
 		free()
-		pending.abandoned(w, keep, nil)
+		pending.abandoned(w, keep, nil, time.Since(began))
 	}()
 }
 

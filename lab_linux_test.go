@@ -71,6 +71,16 @@ func abandonedDials() (n int) {
 	return n
 }
 
+// unsettledDials are those, what came of them and is to be had, and the pauses after them.
+func unsettledDials() (n int) {
+	pending.mu.Lock()
+	defer pending.mu.Unlock()
+	for _, to := range pending.to {
+		n += to.abandoned + to.kept + to.pauses
+	}
+	return n
+}
+
 // dialLab connects to the laboratory's Valkey.
 func dialLab(t testing.TB, w *watched) *conn {
 	t.Helper()

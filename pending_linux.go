@@ -10,11 +10,20 @@ import (
 	"time"
 )
 
-// maxPending is how many dials to a server are under way at a time, once it has been too slow for one of them. Those that were
-// given up count, and others wait: callers that give up quickly and try again would only add to what keeps it busy. As many of
-// those that were given up keep what they need to become connections: else callers that all have less time than a dial
-// takes, as a pool with short deadlines, would never have any.
-const maxPending = 8
+// A server accepts one client after the other, and answers nobody meanwhile. Callers that have less time than that takes, and try
+// again, as a pool with short deadlines does after the server was restarted, would keep it busy with connections that come too late,
+// for ever. So once a dial to a server was given up,
+//
+//   - it goes on, and its connection is for the next caller;
+//   - there are no others than maxPending at a time, and none as long as there is a connection to be had;
+//   - after each of those that were given up there is a pause, in which the server, and this host, can do something else.
+//
+// It ends when none is left that was given up.
+const (
+	maxPending = 2
+	maxKept    = 8           // dials that go on as connections; others of those that were given up end when they are accepted
+	maxPause   = time.Second // a pause is twice as long as the dial took, but no longer
+)
 
 // spareTime is how long a connection that came too late for the dial that asked for it is kept for the next one.
 const spareTime = time.Second
@@ -32,6 +41,7 @@ type dials struct {
 type dialsTo struct {
 	active, abandoned int
 	kept              int // of the abandoned, those that may become spare connections, and those that have
+	pauses            int
 	spares            []spare
 }
 
@@ -48,6 +58,11 @@ type wish struct {
 
 // begin waits for the turn of a dial, which then has to end; or returns a connection that is there already.
 func (d *dials) begin(ctx context.Context, w wish) (*conn, error) {
+	// A caller that has waited for more than half of its time leaves a connection to those who can still make use of it.
+	fresh := time.Time{}
+	if deadline, ok := ctx.Deadline(); ok {
+		fresh = deadline.Add(-time.Until(deadline) / 2)
+	}
 	for {
 		d.mu.Lock()
 		to := d.to[w.remote]
@@ -55,7 +70,8 @@ func (d *dials) begin(ctx context.Context, w wish) (*conn, error) {
 			to = new(dialsTo)
 			d.to[w.remote] = to
 		}
-		if i := slices.IndexFunc(to.spares, func(s spare) bool { return s.of == w }); i >= 0 {
+		i := slices.IndexFunc(to.spares, func(s spare) bool { return s.of == w })
+		if i >= 0 && (fresh.IsZero() || time.Now().Before(fresh)) {
 			c := to.spares[i].conn
 			to.spares = slices.Delete(to.spares, i, i+1)
 			to.kept--
@@ -68,7 +84,7 @@ func (d *dials) begin(ctx context.Context, w wish) (*conn, error) {
 			_ = c.Close()
 			continue
 		}
-		if to.abandoned == 0 || to.active+to.abandoned < maxPending {
+		if to.abandoned+to.kept+to.pauses == 0 || i < 0 && to.pauses == 0 && to.active+to.abandoned < maxPending {
 			to.active++
 			d.mu.Unlock()
 			return nil, nil
@@ -85,7 +101,7 @@ func (d *dials) begin(ctx context.Context, w wish) (*conn, error) {
 
 // tidy is called when less is pending.
 func (d *dials) tidy(remote netip.AddrPort) {
-	if to := d.to[remote]; to.active+to.abandoned+to.kept == 0 {
+	if to := d.to[remote]; to.active+to.abandoned+to.kept+to.pauses == 0 {
 		delete(d.to, remote)
 	}
 	close(d.changed)
@@ -105,19 +121,29 @@ func (d *dials) abandon(remote netip.AddrPort) (keep bool) {
 	defer d.mu.Unlock()
 	to := d.to[remote]
 	to.abandoned++
-	keep = to.kept < maxPending
+	keep = to.kept < maxKept
 	if keep {
 		to.kept++
 	}
 	return keep
 }
 
-// abandoned is called once for each abandon: the dial does not go on any more, and if it was to be kept, this came of it.
-func (d *dials) abandoned(w wish, kept bool, c *conn) {
+// abandoned is called once for each abandon: the dial does not go on any more, and if it was to be kept, this came of it. It took so
+// long; 0: it did not go on at all.
+func (d *dials) abandoned(w wish, kept bool, c *conn, took time.Duration) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	to := d.to[w.remote]
 	to.abandoned--
+	if took > 0 {
+		to.pauses++
+		time.AfterFunc(min(2*took, maxPause), func() {
+			d.mu.Lock()
+			defer d.mu.Unlock()
+			to.pauses--
+			d.tidy(w.remote)
+		})
+	}
 	if c != nil {
 		to.spares = append(to.spares, spare{c, w})
 		time.AfterFunc(spareTime, func() { d.discard(w.remote, c) })
