@@ -16,13 +16,14 @@ import (
 //
 //   - it goes on, and its connection is for the next caller;
 //   - there are no others than maxPending at a time, and none as long as there is a connection to be had;
-//   - after each of those that were given up there is a pause, in which the server, and this host, can do something else.
+//   - after each of those that were given up there is a pause, in which the server, and this host, can do something else; but not for
+//     callers that have more time than it took.
 //
 // It ends when none is left that was given up.
 const (
 	maxPending = 2
-	maxKept    = 8           // dials that go on as connections; others of those that were given up end when they are accepted
-	maxPause   = time.Second // a pause is twice as long as the dial took, but no longer
+	maxKept    = 8               // dials that go on as connections; others of those that were given up end when they are accepted
+	maxPause   = time.Second / 4 // a pause is twice as long as the dial took, but no longer
 )
 
 // spareTime is how long a connection that came too late for the dial that asked for it is kept for the next one.
@@ -42,6 +43,7 @@ type dialsTo struct {
 	active, abandoned int
 	kept              int // of the abandoned, those that may become spare connections, and those that have
 	pauses            int
+	took              time.Duration // the last of the abandoned
 	spares            []spare
 }
 
@@ -58,11 +60,10 @@ type wish struct {
 
 // begin waits for the turn of a dial, which then has to end; or returns a connection that is there already.
 func (d *dials) begin(ctx context.Context, w wish) (*conn, error) {
-	// A caller that has waited for more than half of its time leaves a connection to those who can still make use of it.
-	fresh := time.Time{}
-	if deadline, ok := ctx.Deadline(); ok {
-		fresh = deadline.Add(-time.Until(deadline) / 2)
-	}
+	// A caller that has waited for more than half of its time, and has little left, leaves a connection to those who can still make use
+	// of it.
+	deadline, limited := ctx.Deadline()
+	fresh := deadline.Add(-time.Until(deadline) / 2)
 	for {
 		d.mu.Lock()
 		to := d.to[w.remote]
@@ -70,8 +71,9 @@ func (d *dials) begin(ctx context.Context, w wish) (*conn, error) {
 			to = new(dialsTo)
 			d.to[w.remote] = to
 		}
+		short := limited && time.Until(deadline) <= to.took
 		i := slices.IndexFunc(to.spares, func(s spare) bool { return s.of == w })
-		if i >= 0 && (fresh.IsZero() || time.Now().Before(fresh)) {
+		if i >= 0 && !(short && time.Now().After(fresh)) {
 			c := to.spares[i].conn
 			to.spares = slices.Delete(to.spares, i, i+1)
 			to.kept--
@@ -84,7 +86,8 @@ func (d *dials) begin(ctx context.Context, w wish) (*conn, error) {
 			_ = c.Close()
 			continue
 		}
-		if to.abandoned+to.kept+to.pauses == 0 || i < 0 && to.pauses == 0 && to.active+to.abandoned < maxPending {
+		paused := to.pauses > 0 && short
+		if to.abandoned+to.kept+to.pauses == 0 || i < 0 && !paused && to.active+to.abandoned < maxPending {
 			to.active++
 			d.mu.Unlock()
 			return nil, nil
@@ -136,6 +139,7 @@ func (d *dials) abandoned(w wish, kept bool, c *conn, took time.Duration) {
 	to := d.to[w.remote]
 	to.abandoned--
 	if took > 0 {
+		to.took = took
 		to.pauses++
 		time.AfterFunc(min(2*took, maxPause), func() {
 			d.mu.Lock()
