@@ -222,9 +222,6 @@ func (c *conn) Read(b []byte) (int, error) {
 		if res.wake&C.VR_NAP != 0 {
 			naps++
 			nap(naps)
-			if naps%napsPerTurn == 0 {
-				runtime.Gosched()
-			}
 		} else {
 			naps = 0
 		}
@@ -339,11 +336,6 @@ func (c *conn) drain() {
 		}
 		if res.wake&C.VR_WAKE_WRITER != 0 {
 			c.w.kick()
-		}
-		select {
-		case <-over.C:
-			return
-		default:
 		}
 		select {
 		case <-c.w.wake:

@@ -147,8 +147,8 @@ int vr_abandon(struct vr_conn *c, bool keep);
 /* What an unfinished dial is doing, in words. */
 const char *vr_dial_stage(struct vr_conn *c);
 
-/* The addresses of a connected connection. */
-void vr_addresses(struct vr_conn *c, struct sockaddr_storage *local, struct sockaddr_storage *peer);
+/* The local address of a connected connection. */
+void vr_local_address(struct vr_conn *c, struct sockaddr_storage *local);
 
 /*
  * Copies received bytes into buf. n > 0: bytes copied; 0: end of stream; -EAGAIN: nothing yet, call again if wake names the

@@ -668,16 +668,12 @@ const char *vr_dial_stage(struct vr_conn *c)
 	}
 }
 
-static void copy_addr(struct sockaddr_storage *to, const struct sockaddr *from)
+void vr_local_address(struct vr_conn *c, struct sockaddr_storage *local)
 {
-	memset(to, 0, sizeof(*to));
-	memcpy(to, from, from->sa_family == AF_INET6 ? sizeof(struct sockaddr_in6) : sizeof(struct sockaddr_in));
-}
+	const struct sockaddr *from = &c->id->route.addr.src_addr;
 
-void vr_addresses(struct vr_conn *c, struct sockaddr_storage *local, struct sockaddr_storage *peer)
-{
-	copy_addr(local, &c->id->route.addr.src_addr);
-	copy_addr(peer, &c->id->route.addr.dst_addr);
+	memset(local, 0, sizeof(*local));
+	memcpy(local, from, from->sa_family == AF_INET6 ? sizeof(struct sockaddr_in6) : sizeof(struct sockaddr_in));
 }
 
 void vr_hang_up(struct vr_conn *c)

@@ -71,7 +71,7 @@ func dialSized(ctx context.Context, remote, local netip.AddrPort, o options) (*c
 		if err == nil {
 			return c, nil
 		}
-		if !isStale(err) || tries == 4 {
+		if stale := new(staleError); !errors.As(err, &stale) || tries == 4 {
 			return nil, err
 		}
 	}
@@ -121,8 +121,8 @@ func dialOnce(ctx context.Context, w wish) (*conn, error) {
 
 // start is for a connection whose dial is done.
 func (c *conn) start(raw syscall.RawConn, probe time.Duration) {
-	var l, p C.struct_sockaddr_storage
-	C.vr_addresses(c.c, &l, &p)
+	var l C.struct_sockaddr_storage
+	C.vr_local_address(c.c, &l)
 	c.local = goAddr(&l)
 	c.r.init()
 	c.w.init()
@@ -259,11 +259,6 @@ func goAddr(ss *C.struct_sockaddr_storage) Addr {
 		ip = ip.WithZone(zone)
 	}
 	return Addr{netip.AddrPortFrom(ip, uint16(port[0])<<8|uint16(port[1]))}
-}
-
-func isStale(err error) bool {
-	var stale *staleError
-	return errors.As(err, &stale)
 }
 
 // staleError marks a dial that may succeed with another queue pair.

@@ -72,13 +72,11 @@ func (d *dials) begin(ctx context.Context, w wish) (*conn, error) {
 			d.to[w.remote] = to
 		}
 		short := limited && time.Until(deadline) <= to.took
-		i := slices.IndexFunc(to.spares, func(s spare) bool { return s.of == w })
-		if i >= 0 && !(short && time.Now().After(fresh)) {
-			c := to.spares[i].conn
-			to.spares = slices.Delete(to.spares, i, i+1)
-			to.kept--
+		wanted := func(s spare) bool { return s.of == w }
+		isThere := slices.ContainsFunc(to.spares, wanted)
+		if isThere && !(short && time.Now().After(fresh)) {
+			c := d.take(w.remote, wanted)
 			ended := c.ended()
-			d.tidy(w.remote)
 			d.mu.Unlock()
 			if !ended {
 				return c, nil
@@ -87,7 +85,7 @@ func (d *dials) begin(ctx context.Context, w wish) (*conn, error) {
 			continue
 		}
 		paused := to.pauses > 0 && short
-		if to.abandoned+to.kept+to.pauses == 0 || i < 0 && !paused && to.active+to.abandoned < maxPending {
+		if to.calm() || !isThere && !paused && to.active+to.abandoned < maxPending {
 			to.active++
 			d.mu.Unlock()
 			return nil, nil
@@ -102,9 +100,29 @@ func (d *dials) begin(ctx context.Context, w wish) (*conn, error) {
 	}
 }
 
+// calm says whether nothing is left of dials that were given up.
+func (to *dialsTo) calm() bool { return to.abandoned+to.kept+to.pauses == 0 }
+
+// take removes a spare connection, the first that is wanted. nil: there is none.
+func (d *dials) take(remote netip.AddrPort, wanted func(spare) bool) *conn {
+	to := d.to[remote]
+	if to == nil {
+		return nil
+	}
+	i := slices.IndexFunc(to.spares, wanted)
+	if i < 0 {
+		return nil
+	}
+	c := to.spares[i].conn
+	to.spares = slices.Delete(to.spares, i, i+1)
+	to.kept--
+	d.tidy(remote)
+	return c
+}
+
 // tidy is called when less is pending.
 func (d *dials) tidy(remote netip.AddrPort) {
-	if to := d.to[remote]; to.active+to.abandoned+to.kept+to.pauses == 0 {
+	if to := d.to[remote]; to.active == 0 && to.calm() {
 		delete(d.to, remote)
 	}
 	close(d.changed)
@@ -160,17 +178,9 @@ func (d *dials) abandoned(w wish, kept bool, c *conn, took time.Duration) {
 // discard closes a spare connection that nobody wanted.
 func (d *dials) discard(remote netip.AddrPort, c *conn) {
 	d.mu.Lock()
-	unwanted := false
-	if to := d.to[remote]; to != nil {
-		if i := slices.IndexFunc(to.spares, func(s spare) bool { return s.conn == c }); i >= 0 {
-			unwanted = true
-			to.spares = slices.Delete(to.spares, i, i+1)
-			to.kept--
-			d.tidy(remote)
-		}
-	}
+	unwanted := d.take(remote, func(s spare) bool { return s.conn == c })
 	d.mu.Unlock()
-	if unwanted {
-		_ = c.Close()
+	if unwanted != nil {
+		_ = unwanted.Close()
 	}
 }

@@ -23,7 +23,7 @@ import (
 // Waiting is decided in poll_linux.c. Here are the two goroutines that it takes for all connections together, each of which
 // exists only while there is something to do: the tender, and the poller.
 
-// napsPerTurn is how many naps a reader takes between two turns for other goroutines, which may cost it as much as a nap.
+// napsPerTurn is how many naps there are in a row between two turns for other goroutines, which may cost as much as a nap.
 const napsPerTurn = 8
 
 // nap gives the processor to whoever else wants it, which no yielding does: see late in poll_linux.c. The n-th nap in a row takes
@@ -31,6 +31,9 @@ const napsPerTurn = 8
 func nap(n int) {
 	t := syscall.NsecToTimespec(int64(n) * int64(10*time.Microsecond))
 	_ = syscall.Nanosleep(&t, nil)
+	if n%napsPerTurn == 0 {
+		runtime.Gosched()
+	}
 }
 
 // maxSpinners is how many goroutines may spin at a time.

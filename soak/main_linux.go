@@ -22,7 +22,6 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/valkey-io/valkey-go"
 	"github.com/valkeyrdma/valkeyrdma"
 	"github.com/valkeyrdma/valkeyrdma/internal/rdmatest"
 )
@@ -302,11 +301,7 @@ func (k *soak) farewell() {
 	for begin, seq := time.Now(), uint64(1); ; seq++ {
 		for _, s := range left {
 			channel := strings.Replace(s.channel, "*", "1", 1)
-			message := valkey.BinaryString(makeValue(channel+goodbye, seq, 0))
-			command := s.auto.B().Publish().Channel(channel).Message(message).Build()
-			if s.command == "SSUBSCRIBE" {
-				command = s.auto.B().Spublish().Channel(channel).Message(message).Build()
-			}
+			command := publication(s.auto, s.command == "SSUBSCRIBE", channel, makeValue(channel+goodbye, seq, 0))
 			ctx, cancel := context.WithTimeout(context.Background(), limit)
 			err := s.auto.Do(ctx, command).Error()
 			cancel()
@@ -314,7 +309,7 @@ func (k *soak) farewell() {
 		}
 		time.Sleep(time.Second)
 		left = slices.DeleteFunc(left, func(s subscription) bool {
-			_, heard := k.farewells.Load(s.name + s.command + s.channel)
+			_, heard := k.farewells.Load(s.id())
 			return heard
 		})
 		if len(left) == 0 {

@@ -633,16 +633,20 @@ func (w *worker) publish(l *lane) {
 	seq := l.messages[channel]
 	key := fmt.Sprintf("%s:by:%d", channel, w.id)
 	client := l.once(w.rng)
-	message := valkey.BinaryString(makeValue(key, seq, min(w.size(), 16<<10)))
+	message := makeValue(key, seq, min(w.size(), 16<<10))
 	err := w.call(l.side, kind, func(ctx context.Context) error {
-		if sharded {
-			return client.Do(ctx, client.B().Spublish().Channel(channel).Message(message).Build()).Error()
-		}
-		return client.Do(ctx, client.B().Publish().Channel(channel).Message(message).Build()).Error()
+		return client.Do(ctx, publication(client, sharded, channel, message)).Error()
 	})
 	if err != nil {
 		l.published.failed(key, seq) // before the next one is sent
 	}
+}
+
+func publication(client valkey.Client, sharded bool, channel string, message []byte) valkey.Completed {
+	if sharded {
+		return client.B().Spublish().Channel(channel).Message(valkey.BinaryString(message)).Build()
+	}
+	return client.B().Publish().Channel(channel).Message(valkey.BinaryString(message)).Build()
 }
 
 // goodbye is what the keys of the last messages end with.
@@ -656,6 +660,8 @@ type subscription struct {
 	client  valkey.Client
 	slow    bool
 }
+
+func (s subscription) id() string { return s.name + s.command + s.channel }
 
 // subscribe listens until ctx ends, and subscribes again whenever its connection is lost.
 func (k *soak) subscribe(ctx context.Context, s subscription, rng *rand.Rand) {
@@ -680,7 +686,7 @@ func (k *soak) subscribe(ctx context.Context, s subscription, rng *rand.Rand) {
 				return
 			}
 			if strings.HasSuffix(key, goodbye) {
-				k.farewells.Store(s.name+s.command+s.channel, nil)
+				k.farewells.Store(s.id(), nil)
 				return
 			}
 			if s.cluster && s.command != "SSUBSCRIBE" {

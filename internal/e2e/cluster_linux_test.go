@@ -311,27 +311,24 @@ func (c *cluster) testReplicas(t *testing.T, tr transport) {
 	for i := range n {
 		require.NoError(t, replicated(ctx, client, fmt.Sprintf("replicas:%d", i), tr.name))
 	}
-	onMasters, onReplicas := gets(masters), gets(replicas)
-	for i := range n {
-		value, err := client.Do(ctx, client.B().Get().Key(fmt.Sprintf("replicas:%d", i)).Build()).ToString()
-		require.NoError(t, err)
-		require.Equal(t, tr.name, value)
+	readsReplicas := func(client valkey.Client) {
+		t.Helper()
+		onMasters, onReplicas := gets(masters), gets(replicas)
+		for i := range n {
+			value, err := client.Do(ctx, client.B().Get().Key(fmt.Sprintf("replicas:%d", i)).Build()).ToString()
+			require.NoError(t, err)
+			require.Equal(t, tr.name, value)
+		}
+		require.Equal(t, onMasters, gets(masters))
+		require.Equal(t, onReplicas+n, gets(replicas))
 	}
-	require.Equal(t, onMasters, gets(masters))
-	require.Equal(t, onReplicas+n, gets(replicas))
+	readsReplicas(client)
 	for _, s := range replicas {
 		d.requireVia(t, tr, s.Addr)
 	}
 
 	client, _ = connect(t, tr, valkey.ClientOption{InitAddress: []string{masters[0].Addr}, ReplicaOnly: true})
-	onMasters, onReplicas = gets(masters), gets(replicas)
-	for i := range n {
-		value, err := client.Do(ctx, client.B().Get().Key(fmt.Sprintf("replicas:%d", i)).Build()).ToString()
-		require.NoError(t, err)
-		require.Equal(t, tr.name, value)
-	}
-	require.Equal(t, onMasters, gets(masters))
-	require.Equal(t, onReplicas+n, gets(replicas))
+	readsReplicas(client)
 }
 
 func (c *cluster) testShardedPubSub(t *testing.T, tr transport) {
