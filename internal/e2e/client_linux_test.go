@@ -293,30 +293,71 @@ func (v visit) resp(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, map[string]string{"a": "1", "b": ""}, hash)
 		require.True(t, valkey.IsValkeyNil(client.Do(ctx, client.B().Get().Key("no such key").Build()).Error()))
-		v.receives(client, client.B().Subscribe().Channel("resp").Build(), client.B().Unsubscribe().Channel("resp").Build(), 20,
-			func(message string) valkey.Completed {
-				return client.B().Publish().Channel("resp").Message(message).Build()
-			})
+		v.receives(client, forms[0], "resp", 20)
 	}
 }
 
+// form is a way to subscribe to a channel.
+type form struct {
+	kind                   string // as in the server's confirmation
+	subscribe, unsubscribe func(b valkey.Builder, channel string) valkey.Completed
+	publish                func(b valkey.Builder, channel, message string) valkey.Completed
+}
+
+var forms = []form{{
+	kind:      "subscribe",
+	subscribe: func(b valkey.Builder, channel string) valkey.Completed { return b.Subscribe().Channel(channel).Build() },
+	unsubscribe: func(b valkey.Builder, channel string) valkey.Completed {
+		return b.Unsubscribe().Channel(channel).Build()
+	},
+	publish: publication,
+}, {
+	kind: "psubscribe",
+	subscribe: func(b valkey.Builder, channel string) valkey.Completed {
+		return b.Psubscribe().Pattern(channel + "*").Build()
+	},
+	unsubscribe: func(b valkey.Builder, channel string) valkey.Completed {
+		return b.Punsubscribe().Pattern(channel + "*").Build()
+	},
+	publish: publication,
+}, {
+	kind: "ssubscribe",
+	subscribe: func(b valkey.Builder, channel string) valkey.Completed {
+		return b.Ssubscribe().Channel(channel).Build()
+	},
+	unsubscribe: func(b valkey.Builder, channel string) valkey.Completed {
+		return b.Sunsubscribe().Channel(channel).Build()
+	},
+	publish: func(b valkey.Builder, channel, message string) valkey.Completed {
+		return b.Spublish().Channel(channel).Message(message).Build()
+	},
+}}
+
+func publication(b valkey.Builder, channel, message string) valkey.Completed {
+	return b.Publish().Channel(channel).Message(message).Build()
+}
+
+// subscribed closes the channel when the server confirms the subscription.
+func (f form) subscribed(ctx context.Context, confirmed chan struct{}) context.Context {
+	return valkey.WithOnSubscriptionHook(ctx, func(s valkey.PubSubSubscription) {
+		if s.Kind == f.kind {
+			close(confirmed)
+		}
+	})
+}
+
 // receives subscribes, publishes n messages, and checks that they come in order.
-func (v visit) receives(client valkey.Client, subscribe, unsubscribe valkey.Completed, n int,
-	publish func(message string) valkey.Completed) {
+func (v visit) receives(client valkey.Client, f form, channel string, n int) {
 	t := v.t
 	t.Helper()
 	ctx := within(t, patience)
 	subscribed := make(chan struct{})
 	messages := make(chan string, n)
 	over := make(chan error, 1)
-	receive, stop := context.WithCancel(valkey.WithOnSubscriptionHook(ctx, func(s valkey.PubSubSubscription) {
-		if strings.HasSuffix(s.Kind, "subscribe") && !strings.Contains(s.Kind, "unsubscribe") {
-			close(subscribed)
-		}
-	}))
+	receive, stop := context.WithCancel(f.subscribed(ctx, subscribed))
 	defer stop()
 	go func() {
-		over <- client.Receive(receive, subscribe, func(m valkey.PubSubMessage) { messages <- m.Message })
+		over <- client.Receive(receive, f.subscribe(client.B(), channel), func(m valkey.PubSubMessage) { messages <- m.Message })
 	}()
 	select {
 	case <-subscribed:
@@ -325,7 +366,7 @@ func (v visit) receives(client valkey.Client, subscribe, unsubscribe valkey.Comp
 	}
 	publisher, _ := v.connect(valkey.ClientOption{})
 	for i := range n {
-		require.NoError(t, publisher.Do(ctx, publish(strconv.Itoa(i))).Error())
+		require.NoError(t, publisher.Do(ctx, f.publish(publisher.B(), channel, strconv.Itoa(i))).Error())
 	}
 	publisher.Close()
 	for i := range n {
@@ -338,20 +379,17 @@ func (v visit) receives(client valkey.Client, subscribe, unsubscribe valkey.Comp
 			require.FailNow(t, "messages are missing", "from number %d on", i)
 		}
 	}
-	require.NoError(t, client.Do(ctx, unsubscribe).Error())
+	require.NoError(t, client.Do(ctx, f.unsubscribe(client.B(), channel)).Error())
 	require.NoError(t, <-over)
 }
 
 func (v visit) pubSub(t *testing.T) {
 	ctx := within(t, patience)
 	client, _ := v.connect(valkey.ClientOption{})
-	b := client.B()
-	publish := func(message string) valkey.Completed { return b.Publish().Channel("channel").Message(message).Build() }
 	const n = 300
-	v.receives(client, b.Subscribe().Channel("channel").Build(), b.Unsubscribe().Channel("channel").Build(), n, publish)
-	v.receives(client, b.Psubscribe().Pattern("chan*").Build(), b.Punsubscribe().Pattern("chan*").Build(), n, publish)
-	v.receives(client, b.Ssubscribe().Channel("channel").Build(), b.Sunsubscribe().Channel("channel").Build(), n,
-		func(message string) valkey.Completed { return b.Spublish().Channel("channel").Message(message).Build() })
+	for _, f := range forms {
+		v.receives(client, f, "channel", n)
+	}
 
 	// By hooks, on a dedicated connection, which may have commands of other kinds as well.
 	c, release := client.Dedicate()
@@ -365,7 +403,7 @@ func (v visit) pubSub(t *testing.T) {
 	require.NoError(t, c.Do(ctx, c.B().Subscribe().Channel("channel").Build()).Error())
 	<-subscribed
 	for i := range n {
-		require.NoError(t, client.Do(ctx, publish(strconv.Itoa(i))).Error())
+		require.NoError(t, client.Do(ctx, publication(client.B(), "channel", strconv.Itoa(i))).Error())
 		require.NoError(t, c.Do(ctx, c.B().Ping().Build()).Error())
 		require.Equal(t, strconv.Itoa(i), <-messages)
 	}
@@ -374,58 +412,66 @@ func (v visit) pubSub(t *testing.T) {
 // A subscriber that does not read loses nothing while the server keeps it, and has a clear error when the server has had enough. The
 // server counts little of such messages, because it keeps them once for all subscribers: hence the small limit.
 func (v visit) slowSubscriber(t *testing.T) {
-	ctx := within(t, 2*patience)
-	publisher, _ := v.connect(valkey.ClientOption{})
 	defer v.s.do("CONFIG", "SET", "client-output-buffer-limit", "pubsub 32mb 8mb 60") // its default
-	payload := strings.Repeat("x", 16<<10)
-	publish := func(i int) int64 {
-		n, err := publisher.Do(ctx, publisher.B().Publish().Channel("slow").Message(fmt.Sprint(i, ":", payload)).Build()).AsInt64()
+	for _, f := range forms {
+		v.s.do("CONFIG", "SET", "client-output-buffer-limit", "pubsub 0 0 0")
+		kept := v.sleeper(t, f)
+		const total = 400 // 6.4 MB, of which the window holds one
+		for i := range total {
+			require.Equal(t, int64(1), kept.publish(i))
+		}
+		close(kept.awake)
+		eventually(t, "all messages have come", func() bool { return kept.received.Load() == total })
+		require.NoError(t, kept.client.Do(kept.ctx, f.unsubscribe(kept.client.B(), "slow")).Error())
+		require.NoError(t, <-kept.over)
+
+		v.s.do("CONFIG", "SET", "client-output-buffer-limit", "pubsub 128kb 0 0")
+		dropped := v.sleeper(t, f)
+		n := 0
+		for ; dropped.publish(n) == 1; n++ {
+		}
+		close(dropped.awake)
+		err := <-dropped.over
+		require.True(t, isClear(err), "%v", err)
+		require.Less(t, dropped.received.Load(), int64(n))
+		t.Logf("%s: after %d messages the server dropped the subscriber, which got %d and then: %v", f.kind, n, dropped.received.Load(), err)
+	}
+}
+
+// sleeper is a subscriber that reads nothing until it is awake, and then checks what comes.
+type sleeper struct {
+	ctx      context.Context
+	client   valkey.Client
+	publish  func(i int) int64 // the message number i; it returns how many subscribers it went to
+	awake    chan struct{}
+	over     chan error // of the subscription
+	received atomic.Int64
+}
+
+func (v visit) sleeper(t *testing.T, f form) *sleeper {
+	s := &sleeper{ctx: within(t, patience), awake: make(chan struct{}), over: make(chan error, 1)}
+	s.client, _ = v.connect(valkey.ClientOption{DisableRetry: true})
+	publisher, _ := v.connect(valkey.ClientOption{})
+	message := func(i int64) string { return fmt.Sprint(i, ":", strings.Repeat("x", 16<<10)) }
+	s.publish = func(i int) int64 {
+		n, err := publisher.Do(s.ctx, f.publish(publisher.B(), "slow", message(int64(i)))).AsInt64()
 		require.NoError(t, err)
 		return n
 	}
-	for _, test := range []struct {
-		name, limit string
-		total       int
-	}{{"patient", "pubsub 0 0 0", 1000}, {"impatient", "pubsub 128kb 0 0", 0}} {
-		v.s.do("CONFIG", "SET", "client-output-buffer-limit", test.limit)
-		client, _ := v.connect(valkey.ClientOption{DisableRetry: true})
-		subscribed, awake := make(chan struct{}), make(chan struct{})
-		over := make(chan error, 1)
-		var received atomic.Int64
-		go func() {
-			hook := valkey.WithOnSubscriptionHook(ctx, func(s valkey.PubSubSubscription) {
-				if s.Kind == "subscribe" {
-					close(subscribed)
-				}
-			})
-			over <- client.Receive(hook, client.B().Subscribe().Channel("slow").Build(), func(m valkey.PubSubMessage) {
-				<-awake
-				assert.True(t, strings.HasPrefix(m.Message, fmt.Sprint(received.Load(), ":")))
-				assert.Len(t, m.Message, len(payload)+len(fmt.Sprint(received.Load()))+1)
-				received.Add(1)
-			})
-		}()
-		<-subscribed
-		if test.total > 0 {
-			for i := range test.total {
-				require.Equal(t, int64(1), publish(i))
-			}
-			close(awake)
-			eventually(t, "all messages have come", func() bool { return received.Load() == int64(test.total) })
-			require.NoError(t, client.Do(ctx, client.B().Unsubscribe().Channel("slow").Build()).Error())
-			require.NoError(t, <-over)
-		} else {
-			i := 0
-			for ; publish(i) == 1; i++ {
-			}
-			close(awake)
-			err := <-over
-			require.True(t, isClear(err), "%v", err)
-			require.Less(t, received.Load(), int64(i))
-			t.Logf("after %d messages the server dropped the subscriber, which got %d and then: %v", i, received.Load(), err)
-		}
-		client.Close()
+	confirmed := make(chan struct{})
+	go func() {
+		s.over <- s.client.Receive(f.subscribed(s.ctx, confirmed), f.subscribe(s.client.B(), "slow"), func(m valkey.PubSubMessage) {
+			<-s.awake
+			assert.True(t, m.Message == message(s.received.Load()), "message %d", s.received.Load())
+			s.received.Add(1)
+		})
+	}()
+	select {
+	case <-confirmed:
+	case err := <-s.over:
+		require.FailNow(t, "not subscribed", "%v", err)
 	}
+	return s
 }
 
 // noise is n bytes that no two places of which are alike.

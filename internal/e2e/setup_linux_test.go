@@ -300,6 +300,7 @@ type load struct {
 	mu     sync.Mutex
 	acked  []string       // keys; the value is the key
 	reads  int            // that brought the right value
+	incrs  [4]int         // of pipelined INCRs, those that succeeded
 	errors map[string]int // of writes, by their text without addresses
 	odd    []error        // those that a caller could make nothing of
 }
@@ -346,6 +347,22 @@ func startLoad(t testing.TB, client valkey.Client, prefix string, set func(conte
 			}
 		})
 	}
+	// Those that share a connection: what fails is not repeated, and whatever succeeds shows that no INCR was done twice. A server that
+	// takes over may have missed the last ones.
+	for w := range l.incrs {
+		key := fmt.Sprintf("%s:pipelined:%d", prefix, w)
+		l.wg.Go(func() {
+			for attempts := int64(1); !l.stopped(); attempts++ {
+				n, err := client.Do(l.ctx, client.B().Incr().Key(key).Build()).AsInt64()
+				l.noteIncr(w, err)
+				if err != nil {
+					time.Sleep(20 * time.Millisecond)
+				} else if !assert.Positive(t, n) || !assert.LessOrEqual(t, n, attempts, key) {
+					return
+				}
+			}
+		})
+	}
 	return l
 }
 
@@ -374,24 +391,42 @@ func (l *load) note(key string, err error) {
 		l.acked = append(l.acked, key)
 		return
 	}
+	l.noteError(err)
+}
+
+func (l *load) noteIncr(writer int, err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if err == nil {
+		l.incrs[writer]++
+		return
+	}
+	l.noteError(err)
+}
+
+func (l *load) noteError(err error) {
 	l.errors[kind(err)]++
 	if !isClear(err) {
 		l.odd = append(l.odd, err)
 	}
 }
 
-// progress waits until there are n more acknowledged writes, and as many reads.
+// progress waits until there are n more acknowledged writes, as many reads, and as many INCRs of each writer.
 func (l *load) progress(n int) {
 	l.t.Helper()
-	get := func() (int, int) {
+	get := func() []int {
 		l.mu.Lock()
 		defer l.mu.Unlock()
-		return len(l.acked), l.reads
+		return append([]int{len(l.acked), l.reads}, l.incrs[:]...)
 	}
-	acked, reads := get()
-	eventually(l.t, fmt.Sprintf("%d more writes and reads", n), func() bool {
-		a, r := get()
-		return l.t.Failed() || a >= acked+n && r >= reads+n
+	before := get()
+	eventually(l.t, fmt.Sprintf("%d more writes and reads of each kind", n), func() bool {
+		for i, done := range get() {
+			if done < before[i]+n {
+				return l.t.Failed()
+			}
+		}
+		return true
 	})
 	require.False(l.t, l.t.Failed())
 }
@@ -414,6 +449,7 @@ func (l *load) finish() {
 			require.Equal(l.t, keys[i], value)
 		}
 	}
-	l.t.Logf("%d acknowledged writes are there, %d reads without an error; errors of writes: %v", len(l.acked), l.reads, l.errors)
+	l.t.Logf("%d acknowledged writes are there, %d reads without an error, pipelined INCRs %v; errors of writes: %v",
+		len(l.acked), l.reads, l.incrs, l.errors)
 	require.Empty(l.t, l.odd, "errors that a caller can make nothing of")
 }

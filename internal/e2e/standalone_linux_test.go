@@ -96,7 +96,9 @@ func TestServerKilled(t *testing.T) {
 func TestClientKill(t *testing.T) {
 	overEach(t, func(t *testing.T, tr transport) {
 		s := start(t, 0)
-		client, d := connect(t, tr, single(s))
+		opt := single(s)
+		opt.ConnWriteTimeout, opt.Dialer.Timeout = patience, patience // rxe may hold the server up for 50 s (docs/features.md)
+		client, d := connect(t, tr, opt)
 		l := startLoad(t, client, "client kill", plain)
 		blocked := make(chan error, 1)
 		for range 10 {

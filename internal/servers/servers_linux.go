@@ -152,13 +152,16 @@ func (s *Server) LogTail() string {
 	return string(log[max(0, len(log)-5000):])
 }
 
+// patience is how long a command may take: more than the 50 s for which rxe may hold a server up (docs/features.md).
+const patience = 80 * time.Second
+
 // Message runs a command, over TCP.
 func (s *Server) Message(args ...string) (valkey.ValkeyMessage, error) {
 	admin, err := s.connect()
 	if err != nil {
 		return valkey.ValkeyMessage{}, err
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	return admin.Do(ctx, admin.B().Arbitrary(args...).Build()).ToMessage()
 }
@@ -167,7 +170,8 @@ func (s *Server) connect() (valkey.Client, error) {
 	s.adminMu.Lock()
 	defer s.adminMu.Unlock()
 	if s.admin == nil {
-		admin, err := valkey.NewClient(valkey.ClientOption{InitAddress: []string{s.Addr}, ForceSingleClient: true, DisableCache: true})
+		admin, err := valkey.NewClient(valkey.ClientOption{InitAddress: []string{s.Addr}, ForceSingleClient: true, DisableCache: true,
+			ConnWriteTimeout: patience})
 		if err != nil {
 			return nil, err
 		}
