@@ -314,10 +314,10 @@ var forms = []form{{
 }, {
 	kind: "psubscribe",
 	subscribe: func(b valkey.Builder, channel string) valkey.Completed {
-		return b.Psubscribe().Pattern(channel + "*").Build()
+		return b.Psubscribe().Pattern(channel[:3] + "*").Build()
 	},
 	unsubscribe: func(b valkey.Builder, channel string) valkey.Completed {
-		return b.Punsubscribe().Pattern(channel + "*").Build()
+		return b.Punsubscribe().Pattern(channel[:3] + "*").Build()
 	},
 	publish: publication,
 }, {
@@ -337,13 +337,22 @@ func publication(b valkey.Builder, channel, message string) valkey.Completed {
 	return b.Publish().Channel(channel).Message(message).Build()
 }
 
-// subscribed closes the channel when the server confirms the subscription.
-func (f form) subscribed(ctx context.Context, confirmed chan struct{}) context.Context {
-	return valkey.WithOnSubscriptionHook(ctx, func(s valkey.PubSubSubscription) {
+// receive subscribes, and returns when the server has confirmed it. The channel has the error with which the subscription ends.
+func (f form) receive(ctx context.Context, t *testing.T, client valkey.Client, channel string, on func(valkey.PubSubMessage)) chan error {
+	t.Helper()
+	confirmed, over := make(chan struct{}), make(chan error, 1)
+	hook := valkey.WithOnSubscriptionHook(ctx, func(s valkey.PubSubSubscription) {
 		if s.Kind == f.kind {
 			close(confirmed)
 		}
 	})
+	go func() { over <- client.Receive(hook, f.subscribe(client.B(), channel), on) }()
+	select {
+	case <-confirmed:
+	case err := <-over:
+		require.FailNow(t, "not subscribed", "%v", err)
+	}
+	return over
 }
 
 // receives subscribes, publishes n messages, and checks that they come in order.
@@ -351,19 +360,10 @@ func (v visit) receives(client valkey.Client, f form, channel string, n int) {
 	t := v.t
 	t.Helper()
 	ctx := within(t, patience)
-	subscribed := make(chan struct{})
 	messages := make(chan string, n)
-	over := make(chan error, 1)
-	receive, stop := context.WithCancel(f.subscribed(ctx, subscribed))
+	receive, stop := context.WithCancel(ctx)
 	defer stop()
-	go func() {
-		over <- client.Receive(receive, f.subscribe(client.B(), channel), func(m valkey.PubSubMessage) { messages <- m.Message })
-	}()
-	select {
-	case <-subscribed:
-	case err := <-over:
-		require.FailNow(t, "not subscribed", "%v", err)
-	}
+	over := f.receive(receive, t, client, channel, func(m valkey.PubSubMessage) { messages <- m.Message })
 	publisher, _ := v.connect(valkey.ClientOption{})
 	for i := range n {
 		require.NoError(t, publisher.Do(ctx, f.publish(publisher.B(), channel, strconv.Itoa(i))).Error())
@@ -416,7 +416,7 @@ func (v visit) slowSubscriber(t *testing.T) {
 	for _, f := range forms {
 		v.s.do("CONFIG", "SET", "client-output-buffer-limit", "pubsub 0 0 0")
 		kept := v.sleeper(t, f)
-		const total = 400 // 6.4 MB, of which the window holds one
+		const total = 1000 // 16 MB, of which the window holds one
 		for i := range total {
 			require.Equal(t, int64(1), kept.publish(i))
 		}
@@ -449,7 +449,7 @@ type sleeper struct {
 }
 
 func (v visit) sleeper(t *testing.T, f form) *sleeper {
-	s := &sleeper{ctx: within(t, patience), awake: make(chan struct{}), over: make(chan error, 1)}
+	s := &sleeper{ctx: within(t, patience), awake: make(chan struct{})}
 	s.client, _ = v.connect(valkey.ClientOption{DisableRetry: true})
 	publisher, _ := v.connect(valkey.ClientOption{})
 	message := func(i int64) string { return fmt.Sprint(i, ":", strings.Repeat("x", 16<<10)) }
@@ -458,19 +458,11 @@ func (v visit) sleeper(t *testing.T, f form) *sleeper {
 		require.NoError(t, err)
 		return n
 	}
-	confirmed := make(chan struct{})
-	go func() {
-		s.over <- s.client.Receive(f.subscribed(s.ctx, confirmed), f.subscribe(s.client.B(), "slow"), func(m valkey.PubSubMessage) {
-			<-s.awake
-			assert.True(t, m.Message == message(s.received.Load()), "message %d", s.received.Load())
-			s.received.Add(1)
-		})
-	}()
-	select {
-	case <-confirmed:
-	case err := <-s.over:
-		require.FailNow(t, "not subscribed", "%v", err)
-	}
+	s.over = f.receive(s.ctx, t, s.client, "slow", func(m valkey.PubSubMessage) {
+		<-s.awake
+		assert.True(t, m.Message == message(s.received.Load()), "message %d", s.received.Load())
+		s.received.Add(1)
+	})
 	return s
 }
 
