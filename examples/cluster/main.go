@@ -22,6 +22,9 @@ import (
 	"github.com/valkeyrdma/valkeyrdma"
 )
 
+// patience is how long a dial may take, and then all commands together.
+const patience = time.Minute
+
 func main() {
 	offset := flag.Int("offset", 0, "RDMA port less TCP port")
 	fallback := flag.Bool("fallback", false, "reach over TCP what RDMA does not reach")
@@ -50,13 +53,14 @@ func run(offset int, fallback bool, addrs []string) error {
 	client, err := valkey.NewClient(valkey.ClientOption{
 		InitAddress: addrs,
 		DialCtxFn:   ways.note(dialer.DialCtxFn),
+		Dialer:      net.Dialer{Timeout: patience},
 	})
 	if err != nil {
 		return err
 	}
 	defer client.Close()
 
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	// Thirty keys are thirty slots, so that each master has some of them.
 	var sets, gets valkey.Commands

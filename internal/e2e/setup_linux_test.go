@@ -167,6 +167,7 @@ func connectBy(t testing.TB, dialer *valkeyrdma.Dialer, opt valkey.ClientOption)
 	t.Helper()
 	d := &dials{dialer: dialer}
 	opt.DialCtxFn = d.DialCtxFn
+	opt.Dialer.Timeout = patience // the five seconds that valkey-go allows would be a timed assertion
 	client, err := valkey.NewClient(opt)
 	require.NoError(t, err)
 	t.Cleanup(client.Close)

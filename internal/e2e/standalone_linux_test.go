@@ -97,7 +97,7 @@ func TestClientKill(t *testing.T) {
 	overEach(t, func(t *testing.T, tr transport) {
 		s := start(t, 0)
 		opt := single(s)
-		opt.ConnWriteTimeout, opt.Dialer.Timeout = patience, patience // rxe may hold the server up for 50 s (docs/features.md)
+		opt.ConnWriteTimeout = patience // rxe may hold the server up for 50 s (docs/features.md)
 		client, d := connect(t, tr, opt)
 		l := startLoad(t, client, "client kill", plain)
 		blocked := make(chan error, 1)
