@@ -315,7 +315,7 @@ func startLoad(t testing.TB, client valkey.Client, prefix string, set func(conte
 				key := fmt.Sprintf("%s:%d:%d", prefix, w, i)
 				for !l.stopped() {
 					err := set(l.ctx, client, key, key)
-					l.note(key, err)
+					l.note(err, func() { l.acked = append(l.acked, key) })
 					if err == nil {
 						break
 					}
@@ -355,7 +355,7 @@ func startLoad(t testing.TB, client valkey.Client, prefix string, set func(conte
 		l.wg.Go(func() {
 			for attempts := int64(1); !l.stopped(); attempts++ {
 				n, err := client.Do(l.ctx, client.B().Incr().Key(key).Build()).AsInt64()
-				l.noteIncr(w, err)
+				l.note(err, func() { l.incrs[w]++ })
 				if err != nil {
 					time.Sleep(20 * time.Millisecond)
 				} else if !assert.Positive(t, n) || !assert.LessOrEqual(t, n, attempts, key) {
@@ -385,27 +385,14 @@ func (l *load) pick(i int) (string, bool) {
 	return l.acked[i*7919%len(l.acked)], true
 }
 
-func (l *load) note(key string, err error) {
+// note counts the outcome of a write; succeeded runs under the lock.
+func (l *load) note(err error, succeeded func()) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if err == nil {
-		l.acked = append(l.acked, key)
+		succeeded()
 		return
 	}
-	l.noteError(err)
-}
-
-func (l *load) noteIncr(writer int, err error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if err == nil {
-		l.incrs[writer]++
-		return
-	}
-	l.noteError(err)
-}
-
-func (l *load) noteError(err error) {
 	l.errors[kind(err)]++
 	if !isClear(err) {
 		l.odd = append(l.odd, err)
