@@ -77,7 +77,6 @@ type conn struct {
 	tended        bool // guarded by tended
 	polled        bool // guarded by polling
 	pollAgain     bool
-	spin          time.Duration
 	life          sync.RWMutex // held for writing while c goes, and for reading by calls under neither r.mu nor w.mu
 	r, w          side
 }
@@ -445,6 +444,9 @@ func faultError(f *C.struct_vr_fault) error {
 	case C.VR_FAULT_NO_ROUTE:
 		return say(ErrNoDevice, "%v on the route to this address: rdma link lists the devices and their network interfaces",
 			ErrNoDevice)
+	case C.VR_FAULT_NOT_OPENED:
+		return say(ErrNoDevice, "%v that can be opened: there is one on the route to this address, but "+
+			"/dev/infiniband/uverbs* is not there, or not for this user, or its provider (ibverbs-providers) is not", ErrNoDevice)
 	case C.VR_FAULT_UNREACHABLE:
 		return say(errno, "%s: no answer from the peer: %v", step, errno)
 	case C.VR_FAULT_REJECTED:

@@ -48,6 +48,7 @@ enum vr_fault_kind {
 	VR_FAULT_SYSTEM, /* a call failed; code is its errno, step names the call */
 	VR_FAULT_MEMLOCK, /* registering memory failed with ENOMEM or EPERM; step names the buffer, a is its size in bytes */
 	VR_FAULT_NO_DEVICE,       /* there is no RDMA connection manager, or no device at all */
+	VR_FAULT_NOT_OPENED,      /* there is one on the route, but it cannot be opened */
 	VR_FAULT_NO_ROUTE,        /* no RDMA device serves the route to this address; code is the CM's status */
 	VR_FAULT_UNREACHABLE,     /* the address, route or peer did not answer; code is the CM's status */
 	VR_FAULT_REJECTED,        /* the peer's CM refused; a is the CM's reject reason (IB spec 12.6.7.2) */
@@ -184,11 +185,11 @@ uint32_t vr_grow(struct vr_conn *c);
 struct vr_result vr_tend(struct vr_conn *c);
 
 /*
- * Looks at n connections that vr_read gave a VR_POLL for, until there is something to tell of any (true), or slice_ns are over.
- * wake gets VR_WAKE_* and VR_POLLED for each. give_up: look once, and put to sleep those for whom there is nothing. While vr_poller
- * is on, readers that wait come to the poller instead of spinning.
+ * Looks at n connections that vr_read gave a VR_POLL for, until there is something to tell of any, or slice_ns are over. wake gets
+ * VR_WAKE_* and VR_POLLED for each; false: there was none of VR_WAKE_*. vain_ns is for how long that has been so: those with an
+ * opt.spin_ns of less are put to sleep. While vr_poller is on, readers that wait come to the poller instead of spinning.
  */
-bool vr_poll(struct vr_conn *const *conns, uint32_t *wake, size_t n, uint32_t slice_ns, bool give_up);
+bool vr_poll(struct vr_conn *const *conns, uint32_t *wake, size_t n, uint32_t slice_ns, uint64_t vain_ns);
 void vr_poller(bool on);
 
 /*

@@ -77,6 +77,13 @@ func TestDialLocalAddr(t *testing.T) {
 	w.add(c)
 	require.Equal(t, host, c.LocalAddr().(Addr).Addr().String())
 
+	d.LocalAddr = &net.TCPAddr{Port: 47001}
+	c, err = DialCtxFn(context.Background(), rdmaAddr(t), d, nil)
+	require.NoError(t, err)
+	defer c.Close()
+	w.add(c)
+	require.Equal(t, netip.AddrPortFrom(netip.MustParseAddr(host), 47001), c.LocalAddr().(Addr).AddrPort)
+
 	d.LocalAddr = &net.TCPAddr{IP: net.IPv4(203, 0, 113, 77)} // not ours
 	conn, err := DialCtxFn(context.Background(), rdmaAddr(t), d, nil)
 	requireDialError(t, conn, err)
@@ -334,7 +341,7 @@ func TestDialSpare(t *testing.T) {
 	require.Eventually(t, func() bool {
 		pending.mu.Lock()
 		defer pending.mu.Unlock()
-		to := pending.to[netip.MustParseAddrPort(s.Addr())]
+		to := pending.to[path{remote: netip.MustParseAddrPort(s.Addr())}]
 		return to == nil || to.pauses == 0 && (len(to.spares) == 0 || to.spares[0].conn.ended())
 	}, 5*time.Second, time.Millisecond)
 	p = late()

@@ -405,15 +405,25 @@ static int on_connect_response(struct vr_conn *c)
 	return 0;
 }
 
-/* An event that ends the connection, or the attempt; status is the CM's: a negative errno or a reject reason. */
-static void on_end(struct vr_conn *c, enum rdma_cm_event_type event, int status)
+/*
+ * An event that ends the connection, or the attempt; status is the CM's: a negative errno or a reject reason, or librdmacm's own
+ * LIBRARY_FAILED, which has then put the cause into errno.
+ */
+#define LIBRARY_FAILED (-1)
+
+static void on_end(struct vr_conn *c, enum rdma_cm_event_type event, int status, int err)
 {
 	bool dialling = c->state != VR_CONNECTED;
 	int code = status < 0 ? -status : 0;
 
 	switch (event) {
 	case RDMA_CM_EVENT_ADDR_ERROR:
-		if (code == ENODEV || code == EADDRNOTAVAIL || code == 0)
+		/* The kernel has found a device; librdmacm says ENODEV whatever is in the way of opening it. */
+		if (status == LIBRARY_FAILED && err == ENODEV)
+			fail(c, VR_FAULT_NOT_OPENED, err, "resolve address", 0);
+		else if (status == LIBRARY_FAILED)
+			fail_call(c, err, "open the RDMA device", 0);
+		else if (code == ENODEV || code == EADDRNOTAVAIL || code == 0)
 			fail(c, VR_FAULT_NO_ROUTE, code ? code : ENODEV, "resolve address", 0);
 		else
 			fail(c, VR_FAULT_UNREACHABLE, code == ETIMEDOUT ? EHOSTUNREACH : code, "resolve address", 0);
@@ -444,7 +454,7 @@ static void on_end(struct vr_conn *c, enum rdma_cm_event_type event, int status)
 	}
 }
 
-static uint32_t on_cm_event(struct vr_conn *c, enum rdma_cm_event_type event, int status)
+static uint32_t on_cm_event(struct vr_conn *c, enum rdma_cm_event_type event, int status, int err)
 {
 	uint32_t wake = 0;
 
@@ -471,7 +481,7 @@ static uint32_t on_cm_event(struct vr_conn *c, enum rdma_cm_event_type event, in
 		 */
 		if (c->cq)
 			wake = vr_progress(c);
-		on_end(c, event, status);
+		on_end(c, event, status, err);
 		vr_hang_up(c);
 		if (c->cq)
 			wake |= vr_progress(c);
@@ -479,7 +489,7 @@ static uint32_t on_cm_event(struct vr_conn *c, enum rdma_cm_event_type event, in
 		wake |= VR_WAKE_READER | VR_WAKE_WRITER;
 		break;
 	default:
-		on_end(c, event, status);
+		on_end(c, event, status, err);
 		break;
 	}
 	return wake;
@@ -490,15 +500,16 @@ static uint32_t serve_cm(struct vr_conn *c, bool *did)
 	struct rdma_cm_event *ev;
 	enum rdma_cm_event_type event;
 	uint32_t wake = 0;
-	int status;
+	int status, err;
 
-	while (!vr_lib.rdma_get_cm_event(c->cm_channel, &ev)) {
+	while (errno = 0, !vr_lib.rdma_get_cm_event(c->cm_channel, &ev)) {
+		err = errno;
 		/* An event must be acknowledged before rdma_destroy_id, which waits for it; here, at once. */
 		event = ev->event;
 		status = ev->status;
 		vr_lib.rdma_ack_cm_event(ev);
 		*did = true;
-		wake |= on_cm_event(c, event, status);
+		wake |= on_cm_event(c, event, status, err);
 	}
 	return wake;
 }

@@ -61,24 +61,23 @@ func dialSized(ctx context.Context, remote, local netip.AddrPort, o options) (*c
 	if err := loadLibraries(); err != nil {
 		return nil, err
 	}
-	w := wish{remote, local, o}
+	w := wish{path{remote, local}, o}
 	if c, err := pending.begin(ctx, w); c != nil || err != nil {
 		return c, err
 	}
-	defer pending.end(remote)
 	for tries := 0; ; tries++ {
-		c, err := dialOnce(ctx, w)
-		if err == nil {
-			return c, nil
+		began := time.Now()
+		c, err := dialOnce(ctx, w, began)
+		if stale := new(staleError); errors.As(err, &stale) && tries < 4 {
+			continue
 		}
-		if stale := new(staleError); !errors.As(err, &stale) || tries == 4 {
-			return nil, err
-		}
+		pending.end(w.path, began, err == nil)
+		return c, err
 	}
 }
 
-func dialOnce(ctx context.Context, w wish) (*conn, error) {
-	o, began := w.options, time.Now()
+func dialOnce(ctx context.Context, w wish, began time.Time) (*conn, error) {
+	o := w.options
 	dst, err := sockaddr(w.remote)
 	if err != nil {
 		return nil, err
@@ -99,7 +98,7 @@ func dialOnce(ctx context.Context, w wish) (*conn, error) {
 		spin_ns:    C.uint32_t(o.spin),
 		spinners:   C.int32_t(o.spinners),
 	}
-	c := &conn{remote: Addr{w.remote}, spin: o.spin}
+	c := &conn{remote: Addr{w.remote}}
 	var epfd C.int
 	var fault C.struct_vr_fault
 	if C.vr_dial(&c.c, &epfd, (*C.struct_sockaddr)(unsafe.Pointer(dst)), (*C.struct_sockaddr)(unsafe.Pointer(src)),
@@ -141,10 +140,10 @@ func (c *conn) abandon(raw syscall.RawConn, w wish, began time.Time) {
 		C.vr_destroy(c.c)
 	}
 	end := time.Now().Add(abandonTimeout)
-	keep := pending.abandon(w.remote)
+	keep := pending.abandon(w.path, began)
 	if raw == nil || C.vr_abandon(c.c, C.bool(keep)) == 0 || c.file.SetReadDeadline(end) != nil {
 		free()
-		pending.abandoned(w, keep, nil, 0)
+		pending.abandoned(w, began, keep, nil, 0)
 		return
 	}
 	go func() {
@@ -155,11 +154,11 @@ func (c *conn) abandon(raw syscall.RawConn, w wish, began time.Time) {
 		})
 		if keep && ret == C.VR_DIAL_DONE && c.file.SetReadDeadline(time.Time{}) == nil {
 			c.start(raw, w.options.probe)
-			pending.abandoned(w, keep, c, time.Since(began))
+			pending.abandoned(w, began, keep, c, time.Since(began))
 			return
 		}
 		free()
-		pending.abandoned(w, keep, nil, time.Since(began))
+		pending.abandoned(w, began, keep, nil, time.Since(began))
 	}()
 }
 

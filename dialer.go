@@ -98,7 +98,8 @@ func DialCtxFn(ctx context.Context, dst string, d *net.Dialer, cfg *tls.Config) 
 //
 // cfg must be nil: RDMA has no TLS, and the error is ErrTLS. Routes over TCP honour it.
 //
-// Every error is a *net.OpError with Op "dial" and, over RDMA, Net "rdma".
+// Every error is a *net.OpError with Op "dial" and, over RDMA, Net "rdma"; but for those of a TLS handshake, which are
+// crypto/tls's own.
 func (dl *Dialer) DialCtxFn(ctx context.Context, dst string, d *net.Dialer, cfg *tls.Config) (net.Conn, error) {
 	if d == nil {
 		d = &net.Dialer{}
@@ -131,7 +132,7 @@ func (dl *Dialer) route(dst string) (via, address string) {
 
 // dialOther connects to address, which is dst's, by a network of net.Dialer.
 func dialOther(ctx context.Context, via, address, dst string, d *net.Dialer, cfg *tls.Config) (net.Conn, error) {
-	if a, err := localAddr(d.LocalAddr); err == nil && a.Addr().IsValid() && strings.HasPrefix(via, "tcp") {
+	if a, err := localAddr(d.LocalAddr); err == nil && a != (netip.AddrPort{}) && strings.HasPrefix(via, "tcp") {
 		other := *d // net.Dialer wants a local address of its own type
 		other.LocalAddr = net.TCPAddrFromAddrPort(a)
 		d = &other
@@ -169,7 +170,7 @@ func (dl *Dialer) dial(ctx context.Context, dst string, d *net.Dialer, cfg *tls.
 		return nil, dialError(d.LocalAddr, dst, err)
 	}
 	return dialInTurn(ctx, addrs, func(ctx context.Context, addr netip.AddrPort) (net.Conn, error) {
-		conn, err := dialAddr(ctx, addr, local, window, dl.spin(), d.KeepAlive)
+		conn, err := dialAddr(ctx, addr, ofFamily(local, addr), window, dl.spin(), d.KeepAlive)
 		if err != nil {
 			return nil, &net.OpError{Op: "dial", Net: network, Source: d.LocalAddr, Addr: Addr{addr}, Err: err}
 		}
@@ -273,6 +274,24 @@ func localAddr(a net.Addr) (netip.AddrPort, error) {
 	}
 }
 
+// isAny says whether an address of ours leaves it open which: as for net.Dialer, a port may come without an address, and 0.0.0.0 and
+// :: are for both families.
+func isAny(a netip.Addr) bool { return !a.IsValid() || a.IsUnspecified() }
+
+// ofFamily is local in the family of remote; the zero AddrPort if there is nothing to bind to.
+func ofFamily(local, remote netip.AddrPort) netip.AddrPort {
+	switch {
+	case !isAny(local.Addr()):
+		return local
+	case local.Port() == 0:
+		return netip.AddrPort{}
+	case remote.Addr().Is4():
+		return netip.AddrPortFrom(netip.IPv4Unspecified(), local.Port())
+	default:
+		return netip.AddrPortFrom(netip.IPv6Unspecified(), local.Port())
+	}
+}
+
 func ipAddr(a *net.IPAddr) netip.Addr {
 	ip, _ := netip.AddrFromSlice(a.IP)
 	return ip.Unmap().WithZone(a.Zone)
@@ -304,7 +323,7 @@ func resolve(ctx context.Context, r *net.Resolver, dst string, local netip.AddrP
 	var addrs []netip.AddrPort
 	for i := range ips {
 		ip := ipAddr(&ips[i])
-		if local.Addr().IsValid() && local.Addr().Is4() != ip.Is4() {
+		if !isAny(local.Addr()) && local.Addr().Is4() != ip.Is4() {
 			continue
 		}
 		addrs = append(addrs, netip.AddrPortFrom(ip, uint16(port)))

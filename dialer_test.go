@@ -199,6 +199,26 @@ func TestLocalAddr(t *testing.T) {
 	}
 }
 
+func TestLocalAddrFamily(t *testing.T) {
+	v4, v6 := netip.MustParseAddrPort("10.0.0.7:6378"), netip.MustParseAddrPort("[fd00::7]:6378")
+	for _, tc := range []struct {
+		in  net.Addr
+		to4 string
+		to6 string
+	}{
+		{&net.TCPAddr{}, "invalid AddrPort", "invalid AddrPort"},
+		{&net.TCPAddr{Port: 7}, "0.0.0.0:7", "[::]:7"},
+		{&net.TCPAddr{IP: net.IPv4zero}, "invalid AddrPort", "invalid AddrPort"},
+		{&net.TCPAddr{IP: net.IPv6zero, Port: 7}, "0.0.0.0:7", "[::]:7"},
+		{&net.IPAddr{IP: net.IPv4(10, 0, 0, 1)}, "10.0.0.1:0", "10.0.0.1:0"},
+	} {
+		local, err := localAddr(tc.in)
+		require.NoError(t, err)
+		require.Equal(t, tc.to4, ofFamily(local, v4).String())
+		require.Equal(t, tc.to6, ofFamily(local, v6).String())
+	}
+}
+
 func TestCauseError(t *testing.T) {
 	err := error(&causeError{"the text", []error{ErrProtocol, os.ErrDeadlineExceeded}})
 	require.EqualError(t, err, "the text")

@@ -136,6 +136,14 @@ func TestHostWithoutDevice(t *testing.T) {
 	require.Contains(t, out, "modprobe rdma_ucm")
 }
 
+// A container may have been given the connection manager, but not the device.
+func TestHostWithoutVerbs(t *testing.T) {
+	watchdog(t, time.Minute)
+	out := runChild(t, rdmaAddr(t), `for f in /dev/infiniband/uverbs*; do mount --bind /dev/null $f; done; exec "$self"`)
+	require.Contains(t, out, "is: ErrNoDevice")
+	require.Contains(t, out, "/dev/infiniband/uverbs")
+}
+
 // Root may lock any amount of memory, so the child gives that capability up.
 func TestH16LockedMemory(t *testing.T) {
 	watchdog(t, time.Minute)

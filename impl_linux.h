@@ -120,7 +120,7 @@ enum vr_state {
  */
 struct vr_conn {
 	struct vr_options opt;
-	enum vr_state state;
+	_Atomic enum vr_state state; /* the pump may declare a failure while others look */
 	int epfd;
 	struct rdma_event_channel *cm_channel;
 	struct rdma_cm_id *id;

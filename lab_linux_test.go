@@ -66,7 +66,7 @@ func abandonedDials() (n int) {
 	pending.mu.Lock()
 	defer pending.mu.Unlock()
 	for _, to := range pending.to {
-		n += to.abandoned
+		n += len(to.abandoned)
 	}
 	return n
 }
@@ -76,7 +76,7 @@ func unsettledDials() (n int) {
 	pending.mu.Lock()
 	defer pending.mu.Unlock()
 	for _, to := range pending.to {
-		n += to.abandoned + to.kept + to.pauses
+		n += len(to.abandoned) + to.kept + to.pauses
 	}
 	return n
 }

@@ -412,7 +412,7 @@ void vr_awake(struct vr_conn *c)
 
 /* The poller. */
 
-static uint32_t poll_one(struct vr_conn *c, uint64_t now, bool give_up)
+static uint32_t poll_one(struct vr_conn *c, uint64_t now, uint64_t vain_ns)
 {
 	uint32_t wake;
 
@@ -424,7 +424,7 @@ static uint32_t poll_one(struct vr_conn *c, uint64_t now, bool give_up)
 	vr_cq_unlock(c);
 	if (busy(c, wake)) {
 		wake |= VR_WAKE_READER | VR_POLLED;
-	} else if (give_up || now > atomic_load(&c->polled_at) + POLLED_MAX) {
+	} else if (vain_ns > c->opt.spin_ns || now > atomic_load(&c->polled_at) + POLLED_MAX) {
 		atomic_store(&c->poll_expired, true);
 		atomic_store(&c->polled, false);
 		atomic_store(&c->rd_hot, false);
@@ -433,20 +433,20 @@ static uint32_t poll_one(struct vr_conn *c, uint64_t now, bool give_up)
 	return vr_finish(c, wake);
 }
 
-bool vr_poll(struct vr_conn *const *conns, uint32_t *wake, size_t n, uint32_t slice_ns, bool give_up)
+bool vr_poll(struct vr_conn *const *conns, uint32_t *wake, size_t n, uint32_t slice_ns, uint64_t vain_ns)
 {
 	uint64_t now = now_ns(), end = now + slice_ns;
-	bool found = false;
+	uint32_t all = 0;
 	size_t i;
 
 	for (;;) {
 		for (i = 0; i < n; i++) {
-			wake[i] = poll_one(conns[i], now, give_up);
-			found |= wake[i] != 0;
+			wake[i] = poll_one(conns[i], now, vain_ns);
+			all |= wake[i];
 		}
 		now = now_ns();
-		if (found || give_up || now >= end)
-			return found;
+		if (all || now >= end)
+			return all & ~VR_POLLED;
 		sched_yield();
 	}
 }

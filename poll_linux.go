@@ -198,9 +198,8 @@ func (p *poller) look() bool {
 		p.c, p.wake = append(p.c, c.c), append(p.wake, 0)
 	}
 	// A turn that others used is no sign that nothing comes.
-	giveUp := p.vain > p.conns[0].spin
 	began := time.Now()
-	if C.vr_poll(unsafe.SliceData(p.c), unsafe.SliceData(p.wake), C.size_t(len(p.c)), C.uint32_t(p.slice), C.bool(giveUp)) {
+	if C.vr_poll(unsafe.SliceData(p.c), unsafe.SliceData(p.wake), C.size_t(len(p.c)), C.uint32_t(p.slice), C.uint64_t(p.vain)) {
 		p.vain = 0
 	} else {
 		p.vain += time.Since(began)

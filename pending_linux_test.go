@@ -1,0 +1,94 @@
+//go:build linux && cgo
+
+package valkeyrdma
+
+import (
+	"context"
+	"net"
+	"net/netip"
+	"os"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/valkeyrdma/valkeyrdma/internal/rdmatest"
+)
+
+// letThrough waits for the turn of a dial, for so long.
+func (d *dials) letThrough(w wish, timeout time.Duration) (began time.Time, err error) {
+	ctx, cancel := context.WithTimeout(context.Background(), timeout)
+	defer cancel()
+	_, err = d.begin(ctx, w)
+	return time.Now(), err
+}
+
+// Dials that are never answered, because the host that they ask is gone, do not keep others from the one that is there now: not
+// those from another address of ours, and those from the same one not for long.
+func TestDialsNeverAnswered(t *testing.T) {
+	watchdog(t, time.Minute)
+	d := &dials{to: make(map[path]*dialsTo), changed: make(chan struct{})}
+	w := wish{path: path{netip.MustParseAddrPort("10.0.0.7:6378"), netip.MustParseAddrPort("10.0.0.1:0")}}
+	var lost []time.Time
+	for range maxPending {
+		began, err := d.letThrough(w, time.Second)
+		require.NoError(t, err)
+		d.abandon(w.path, began)
+		d.end(w.path, began, false)
+		lost = append(lost, began)
+	}
+	_, err := d.letThrough(w, 100*time.Millisecond)
+	require.ErrorIs(t, err, os.ErrDeadlineExceeded)
+	require.ErrorContains(t, err, "waiting for earlier dials to this address")
+
+	other := w
+	other.local = netip.MustParseAddrPort("10.0.1.1:0")
+	began, err := d.letThrough(other, 100*time.Millisecond)
+	require.NoError(t, err)
+	d.end(other.path, began, true)
+
+	began, err = d.letThrough(w, time.Minute)
+	require.NoError(t, err)
+	_, err = d.letThrough(w, 100*time.Millisecond)
+	require.ErrorIs(t, err, os.ErrDeadlineExceeded, "one more is enough")
+	d.end(w.path, began, true)
+
+	// It was answered, so the others will not be.
+	for range 2 * maxPending {
+		began, err := d.letThrough(w, 100*time.Millisecond)
+		require.NoError(t, err)
+		d.end(w.path, began, false)
+	}
+	for _, began := range lost {
+		d.abandoned(w, began, true, nil, 0)
+	}
+	require.Empty(t, d.to)
+}
+
+// A caller that has waited for most of its time takes a connection that comes then, if it can still make use of it.
+func TestDialSpareLate(t *testing.T) {
+	watchdog(t, time.Minute)
+	warm(t)
+	s := fake(t, rdmatest.Options{})
+	dial := func(timeout time.Duration) error {
+		conn, err := DialCtxFn(context.Background(), s.Addr(), &net.Dialer{Timeout: timeout}, nil)
+		if err == nil {
+			_ = conn.Close()
+		}
+		return err
+	}
+	for range maxPending {
+		require.ErrorIs(t, dial(50*time.Millisecond), os.ErrDeadlineExceeded)
+	}
+	late := make(chan error, 1)
+	go func() { late <- dial(lostAfter - 100*time.Millisecond) }()
+	time.Sleep(lostAfter * 2 / 3)
+	p, err := s.Accept(5 * time.Second)
+	require.NoError(t, err)
+	defer func() { _ = p.Close() }()
+	require.NoError(t, <-late)
+	p, err = s.Accept(5 * time.Second)
+	require.NoError(t, err)
+	defer func() { _ = p.Close() }()
+	requireFalls(t, 0, unsettledDials, "it is not as before")
+}
