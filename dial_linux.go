@@ -62,12 +62,12 @@ func dialSized(ctx context.Context, remote, local netip.AddrPort, o options) (*c
 		return nil, err
 	}
 	w := wish{path{remote, local}, o}
-	if c, err := pending.begin(ctx, w); c != nil || err != nil {
+	c, began, err := pending.begin(ctx, w)
+	if c != nil || err != nil {
 		return c, err
 	}
 	for tries := 0; ; tries++ {
-		began := time.Now()
-		c, err := dialOnce(ctx, w, began)
+		c, err = dialOnce(ctx, w, began)
 		if stale := new(staleError); errors.As(err, &stale) && tries < 4 {
 			continue
 		}

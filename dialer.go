@@ -94,7 +94,8 @@ func DialCtxFn(ctx context.Context, dst string, d *net.Dialer, cfg *tls.Config) 
 // addresses are tried in turn. Of d, which may be nil, Timeout, Deadline, LocalAddr (a *net.TCPAddr, *net.IPAddr or Addr), Resolver
 // and KeepAlive (how long nothing may come from the server before it is probed; at least 5 s, 0 means 15 s, negative never) are
 // honoured; with no limit there nor in ctx, the dial fails after 30 seconds. It returns when the server has
-// announced its receive window, so the connection can be written to at once.
+// announced its receive window, so the connection can be written to at once. A server accepts one connection after the other, so
+// no more than 8 dials from one address to another are under way at a time, 2 once one was given up; others wait for their turn.
 //
 // cfg must be nil: RDMA has no TLS, and the error is ErrTLS. Routes over TCP honour it.
 //

@@ -10,9 +10,12 @@ import (
 	"time"
 )
 
-// A server accepts one client after the other, and answers nobody meanwhile. Callers that have less time than that takes, and try
-// again, as a pool with short deadlines does after the server was restarted, would keep it busy with connections that come too late,
-// for ever. So once a dial to a server was given up,
+// A server accepts one client after the other, and answers nobody meanwhile. Of many dials at the same time each would take as long as
+// all of them, so that many callers, as those of a pool after the server was restarted, might all be too late. So no more than
+// maxActive are under way to a server, and others wait for their turn.
+//
+// Callers that have less time than it takes, and try again, would keep it busy with connections that come too late, for ever. So once a
+// dial to a server was given up,
 //
 //   - it goes on, and its connection is for the next caller;
 //   - there are no others than maxPending at a time, and none as long as there is a connection to be had;
@@ -23,6 +26,7 @@ import (
 // replaced, say, and they ask the old one: whenever none has begun for lostAfter, another may; and once one has succeeded, those that
 // began before it do not count any more.
 const (
+	maxActive  = 8
 	maxPending = 2
 	maxKept    = 8               // dials that go on as connections; others of those that were given up end when they are accepted
 	maxPause   = time.Second / 4 // a pause is twice as long as the dial took, but no longer
@@ -47,9 +51,9 @@ type dials struct {
 
 // dialsTo are those of one path.
 type dialsTo struct {
-	active    int
-	began     time.Time   // the last of those that were let through
-	succeeded time.Time   // when the one began that succeeded; the last such time
+	began     time.Time   // when the last one began
+	succeeded time.Time   // when the last one began that has succeeded
+	active    []time.Time // when they began
 	abandoned []time.Time // when they began
 	kept      int         // of the abandoned, those that may become spare connections, and those that have
 	pauses    int
@@ -71,8 +75,9 @@ type wish struct {
 	options options
 }
 
-// begin waits for the turn of a dial, which then has to end; or returns a connection that is there already.
-func (d *dials) begin(ctx context.Context, w wish) (*conn, error) {
+// begin waits for the turn of a dial, which begins at the time that is returned and has to end; or returns a connection that is there
+// already.
+func (d *dials) begin(ctx context.Context, w wish) (*conn, time.Time, error) {
 	deadline, limited := ctx.Deadline()
 	left := func() time.Duration { return time.Until(deadline) }
 	half := left() / 2
@@ -91,18 +96,22 @@ func (d *dials) begin(ctx context.Context, w wish) (*conn, error) {
 			ended := c.ended()
 			d.mu.Unlock()
 			if !ended {
-				return c, nil
+				return c, time.Time{}, nil
 			}
 			_ = c.Close()
 			continue
 		}
 		paused := to.pauses > 0 && limited && left() <= to.took
 		lost := lostAfter - time.Since(to.began)
-		if to.calm() || !isThere && !paused && (to.active+to.unanswered() < maxPending || lost <= 0) {
-			to.active++
-			to.began = time.Now()
+		most := maxPending
+		if to.calm() {
+			most = maxActive
+		}
+		if !isThere && !paused && (to.unanswered(to.active)+to.unanswered(to.abandoned) < most || lost <= 0) {
+			began := time.Now()
+			to.began, to.active = began, append(to.active, began)
 			d.mu.Unlock()
-			return nil, nil
+			return nil, began, nil
 		}
 		changed := d.changed
 		d.mu.Unlock()
@@ -114,19 +123,25 @@ func (d *dials) begin(ctx context.Context, w wish) (*conn, error) {
 		case <-changed:
 		case <-mayBeLost:
 		case <-ctx.Done():
-			return nil, contextError(ctx, "waiting for earlier dials to this address, which were given up and are not settled yet")
+			return nil, time.Time{}, contextError(ctx, "waiting for earlier dials to this address to be over")
 		}
 	}
 }
 
-// unanswered is how many were given up and may still be answered. A server accepts in turn.
-func (to *dialsTo) unanswered() (n int) {
-	for _, began := range to.abandoned {
+// unanswered is how many dials, which began at these times, may still be answered. A server accepts in turn.
+func (to *dialsTo) unanswered(dials []time.Time) (n int) {
+	for _, began := range dials {
 		if !began.Before(to.succeeded) {
 			n++
 		}
 	}
 	return n
+}
+
+// without is dials less one that began then.
+func without(dials []time.Time, began time.Time) []time.Time {
+	i := slices.Index(dials, began)
+	return slices.Delete(dials, i, i+1)
 }
 
 // answered notes that the dial that began then has succeeded.
@@ -137,7 +152,7 @@ func (to *dialsTo) answered(began time.Time) {
 }
 
 // calm says whether nothing is left of dials that were given up.
-func (to *dialsTo) calm() bool { return to.unanswered()+len(to.spares)+to.pauses == 0 }
+func (to *dialsTo) calm() bool { return to.unanswered(to.abandoned)+len(to.spares)+to.pauses == 0 }
 
 // take removes a spare connection, the first that is wanted. nil: there is none.
 func (d *dials) take(of path, wanted func(spare) bool) *conn {
@@ -158,7 +173,7 @@ func (d *dials) take(of path, wanted func(spare) bool) *conn {
 
 // tidy is called when less is pending.
 func (d *dials) tidy(of path) {
-	if to := d.to[of]; to.active+len(to.abandoned)+len(to.spares)+to.pauses == 0 {
+	if to := d.to[of]; len(to.active)+len(to.abandoned)+len(to.spares)+to.pauses == 0 {
 		delete(d.to, of)
 	}
 	close(d.changed)
@@ -170,7 +185,7 @@ func (d *dials) end(of path, began time.Time, succeeded bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	to := d.to[of]
-	to.active--
+	to.active = without(to.active, began)
 	if succeeded {
 		to.answered(began)
 	}
@@ -196,8 +211,7 @@ func (d *dials) abandoned(w wish, began time.Time, kept bool, c *conn, took time
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	to := d.to[w.path]
-	i := slices.Index(to.abandoned, began)
-	to.abandoned = slices.Delete(to.abandoned, i, i+1)
+	to.abandoned = without(to.abandoned, began)
 	if took > 0 {
 		to.took = took
 		to.pauses++

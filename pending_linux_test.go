@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"slices"
 	"testing"
 	"time"
 
@@ -19,8 +20,8 @@ import (
 func (d *dials) letThrough(w wish, timeout time.Duration) (began time.Time, err error) {
 	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	defer cancel()
-	_, err = d.begin(ctx, w)
-	return time.Now(), err
+	_, began, err = d.begin(ctx, w)
+	return began, err
 }
 
 // Dials that are never answered, because the host that they ask is gone, do not keep others from the one that is there now: not
@@ -61,6 +62,42 @@ func TestDialsNeverAnswered(t *testing.T) {
 	}
 	for _, began := range lost {
 		d.abandoned(w, began, true, nil, 0)
+	}
+	require.Empty(t, d.to)
+}
+
+// Of many dials, some are under way at the same time and the others wait; but not for those that are stuck.
+func TestDialsAtOnce(t *testing.T) {
+	watchdog(t, time.Minute)
+	d := &dials{to: make(map[path]*dialsTo), changed: make(chan struct{})}
+	w := wish{path: path{remote: netip.MustParseAddrPort("10.0.0.7:6378")}}
+	var active []time.Time
+	begin := func(timeout time.Duration) error {
+		began, err := d.letThrough(w, timeout)
+		if err == nil {
+			active = append(active, began)
+		}
+		return err
+	}
+	end := func(i int, succeeded bool) {
+		d.end(w.path, active[i], succeeded)
+		active = slices.Delete(active, i, i+1)
+	}
+	for range maxActive {
+		require.NoError(t, begin(time.Second))
+	}
+	require.ErrorIs(t, begin(100*time.Millisecond), os.ErrDeadlineExceeded)
+	end(0, false)
+	require.NoError(t, begin(100*time.Millisecond))
+	require.ErrorIs(t, begin(100*time.Millisecond), os.ErrDeadlineExceeded)
+
+	require.NoError(t, begin(time.Minute), "after some time")
+	require.ErrorIs(t, begin(100*time.Millisecond), os.ErrDeadlineExceeded, "one more is enough")
+	end(maxActive, true)
+	require.Len(t, active, maxActive)
+	require.NoError(t, begin(100*time.Millisecond), "what was overtaken does not count")
+	for len(active) > 0 {
+		end(0, false)
 	}
 	require.Empty(t, d.to)
 }
