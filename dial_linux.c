@@ -665,7 +665,7 @@ int vr_abandon(struct vr_conn *c, bool keep)
 
 const char *vr_dial_stage(struct vr_conn *c)
 {
-	switch (c->state) {
+	switch (atomic_load(&c->state)) {
 	case VR_RESOLVING_ADDR:
 		return "resolving the address to an RDMA device";
 	case VR_RESOLVING_ROUTE:
