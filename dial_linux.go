@@ -143,7 +143,7 @@ func (c *conn) abandon(raw syscall.RawConn, w wish, began time.Time) {
 	keep := pending.abandon(w.path, began)
 	if raw == nil || C.vr_abandon(c.c, C.bool(keep)) == 0 || c.file.SetReadDeadline(end) != nil {
 		free()
-		pending.abandoned(w, began, keep, nil, 0)
+		pending.abandoned(w, began, keep, nil, false)
 		return
 	}
 	go func() {
@@ -154,11 +154,11 @@ func (c *conn) abandon(raw syscall.RawConn, w wish, began time.Time) {
 		})
 		if keep && ret == C.VR_DIAL_DONE && c.file.SetReadDeadline(time.Time{}) == nil {
 			c.start(raw, w.options.probe)
-			pending.abandoned(w, began, keep, c, time.Since(began))
+			pending.abandoned(w, began, keep, c, true)
 			return
 		}
 		free()
-		pending.abandoned(w, began, keep, nil, time.Since(began))
+		pending.abandoned(w, began, keep, nil, true)
 	}()
 }
 

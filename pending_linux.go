@@ -41,13 +41,15 @@ const spareTime = time.Second
 
 // pending are the dials that are under way, those included that were given up and go on because the server may not survive their
 // end.
-var pending = dials{to: make(map[path]*dialsTo), changed: make(chan struct{})}
+var pending = newDials()
 
 type dials struct {
 	mu      sync.Mutex
 	to      map[path]*dialsTo
 	changed chan struct{} // closed, and made anew, when there may be something for those who wait
 }
+
+func newDials() *dials { return &dials{to: make(map[path]*dialsTo), changed: make(chan struct{})} }
 
 // dialsTo are those of one path.
 type dialsTo struct {
@@ -205,17 +207,17 @@ func (d *dials) abandon(of path, began time.Time) (keep bool) {
 	return keep
 }
 
-// abandoned is called once for each abandon: the dial does not go on any more, and if it was to be kept, this came of it. It took so
-// long; 0: it did not go on at all.
-func (d *dials) abandoned(w wish, began time.Time, kept bool, c *conn, took time.Duration) {
+// abandoned is called once for each abandon: the dial does not go on any more, and if it was to be kept, this came of it.
+// wentOn is false if it did not go on at all.
+func (d *dials) abandoned(w wish, began time.Time, kept bool, c *conn, wentOn bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	to := d.to[w.path]
 	to.abandoned = without(to.abandoned, began)
-	if took > 0 {
-		to.took = took
+	if wentOn {
+		to.took = time.Since(began)
 		to.pauses++
-		time.AfterFunc(min(2*took, maxPause), func() {
+		time.AfterFunc(min(2*to.took, maxPause), func() {
 			d.mu.Lock()
 			defer d.mu.Unlock()
 			to.pauses--

@@ -28,7 +28,7 @@ func (d *dials) letThrough(w wish, timeout time.Duration) (began time.Time, err 
 // those from another address of ours, and those from the same one not for long.
 func TestDialsNeverAnswered(t *testing.T) {
 	watchdog(t, time.Minute)
-	d := &dials{to: make(map[path]*dialsTo), changed: make(chan struct{})}
+	d := newDials()
 	w := wish{path: path{netip.MustParseAddrPort("10.0.0.7:6378"), netip.MustParseAddrPort("10.0.0.1:0")}}
 	var lost []time.Time
 	for range maxPending {
@@ -61,7 +61,7 @@ func TestDialsNeverAnswered(t *testing.T) {
 		d.end(w.path, began, false)
 	}
 	for _, began := range lost {
-		d.abandoned(w, began, true, nil, 0)
+		d.abandoned(w, began, true, nil, false)
 	}
 	require.Empty(t, d.to)
 }
@@ -69,7 +69,7 @@ func TestDialsNeverAnswered(t *testing.T) {
 // Of many dials, some are under way at the same time and the others wait; but not for those that are stuck.
 func TestDialsAtOnce(t *testing.T) {
 	watchdog(t, time.Minute)
-	d := &dials{to: make(map[path]*dialsTo), changed: make(chan struct{})}
+	d := newDials()
 	w := wish{path: path{remote: netip.MustParseAddrPort("10.0.0.7:6378")}}
 	var active []time.Time
 	begin := func(timeout time.Duration) error {
