@@ -39,7 +39,7 @@ bench: ## compare with TCP, with Valkey's C client and with the limits of the de
 bench-quick: ## only what the targets are about, in under 3 minutes
 	@scripts/bench -quick
 
-conformance: ## valkey-go's own test suites, and rueidis', over TCP and RDMA: an hour or two without KVM
+conformance: ## valkey-go's own test suites, and rueidis', over TCP and RDMA: some four hours without KVM
 	@scripts/conformance
 
 lab: ## install, fetch and build the laboratory: RDMA and a Valkey with it (scripts/lab --help)
