@@ -154,5 +154,7 @@ func TestGrowth(t *testing.T) {
 	}))
 	require.Len(t, run(func(i int, s *sample) { s.rss += int64(4*i) << 20 }), 1)
 	require.Len(t, run(func(i int, s *sample) { s.threads += i / 4 }), 1)
+	require.Len(t, run(func(i int, s *sample) { s.fds += 4 * i }), 1)
+	require.Len(t, run(func(i int, s *sample) { s.goroutines += 4 * i }), 1)
 	require.Len(t, growth(make([]sample, 5)), 1)
 }

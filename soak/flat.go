@@ -29,6 +29,7 @@ const (
 	steadyAfter = 4 * time.Minute
 
 	threadSlack = 8        // Go gives no thread back; so many more, or a half, may be needed later than in the first third
+	connSlack   = 64       // and a half: what file descriptors and goroutines vary by, as connections come and go
 	rssSlack    = 64 << 20 // and a quarter of what was used in the second quarter; or of RSS at the end more than at the start
 )
 
@@ -63,10 +64,22 @@ func growth(samples []sample) (complaints []string) {
 	if last > first+max(threadSlack, first/2) {
 		complaints = append(complaints, fmt.Sprintf("threads: up to %d in the first third, up to %d in the last", first, last))
 	}
-	rss := func(s sample) int64 { return s.rss }
-	second, fourth := median(values(samples[n/4:n/2], rss)), median(values(samples[n-n/4:], rss))
+	medians := func(of func(sample) int64) (second, fourth int64) {
+		return median(values(samples[n/4:n/2], of)), median(values(samples[n-n/4:], of))
+	}
+	second, fourth := medians(func(s sample) int64 { return s.rss })
 	if fourth > second+second/4+rssSlack {
 		complaints = append(complaints, fmt.Sprintf("RSS: median of %s in the second quarter, of %s in the last", mib(second), mib(fourth)))
+	}
+	// Each connection over RDMA has file descriptors of its own, and each one of the client a goroutine or two: these also tell of
+	// queue pairs and what belongs to them.
+	for what, of := range map[string]func(sample) int64{
+		"file descriptors": func(s sample) int64 { return int64(s.fds) },
+		"goroutines":       func(s sample) int64 { return int64(s.goroutines) },
+	} {
+		if second, fourth := medians(of); fourth > second+second/2+connSlack {
+			complaints = append(complaints, fmt.Sprintf("%s: median of %d in the second quarter, of %d in the last", what, second, fourth))
+		}
 	}
 	return complaints
 }

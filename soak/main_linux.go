@@ -22,6 +22,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/valkey-io/valkey-go"
 	"github.com/valkeyrdma/valkeyrdma"
 	"github.com/valkeyrdma/valkeyrdma/internal/rdmatest"
 )
@@ -29,7 +30,7 @@ import (
 type soak struct {
 	length, every, think time.Duration
 	rng                  *rand.Rand // of chaos
-	terminal             bool
+	live                 bool
 	dir                  string
 
 	alone, cluster *side
@@ -40,11 +41,11 @@ type soak struct {
 	samples        []sample
 	ending         ending
 
-	printing       sync.Mutex // guards what minute keeps
-	minuteAt       time.Duration
-	minuteCounters map[string]int64
-	progressAt     time.Duration
-	farewells      sync.Map // of subscriptions that have heard theirs
+	printing                      sync.Mutex // guards what minute keeps
+	minuteAt                      time.Duration
+	firstCounters, minuteCounters map[string]int64
+	progressAt                    time.Duration
+	farewells                     sync.Map // of subscriptions that have heard theirs
 
 	mu                                     sync.Mutex
 	operations, failures                   int64
@@ -65,6 +66,7 @@ func main() {
 	seed := flag.Uint64("seed", 0, "the seed of all that is random; 0: another one each time")
 	goroutines := flag.Int("goroutines", 64, "how many work, subscribers included")
 	think := flag.Duration("think", 15*time.Millisecond, "how long each waits between operations, on average")
+	live := flag.Bool("live", false, "a line of progress each second, in place: for a terminal")
 	pause := flag.Int("pause", 0, "internal: the process to stop")
 	flag.Parse()
 	if *pause != 0 {
@@ -85,10 +87,9 @@ func main() {
 		fmt.Fprintln(os.Stderr, "soak: VALKEYRDMA_RDMA_ADDR:", err)
 		os.Exit(2)
 	}
-	info, _ := os.Stdout.Stat()
 	k := &soak{length: *length, every: min(time.Minute, *length/6), think: *think, rng: rand.New(rand.NewPCG(*seed, 0)),
-		terminal: info != nil && info.Mode()&os.ModeCharDevice != 0 && os.Getenv("TERM") != "",
-		alone:    &side{name: "server"}, cluster: &side{name: "cluster", cluster: true},
+		live:  *live,
+		alone: &side{name: "server"}, cluster: &side{name: "cluster", cluster: true},
 		kinds: make(map[string]int64), errors: make(map[string]int64), disturbances: make(map[string]int64), notes: make(map[string]int64),
 		enough: make(chan struct{})}
 	k.logf("soak of %v with %d goroutines, seed %d: %s", *length, *goroutines, *seed, os.Getenv("VALKEYRDMA_LAB_INFO"))
@@ -233,7 +234,8 @@ func (k *soak) work(seed uint64, interrupt <-chan os.Signal) error {
 		defer s.close()
 	}
 	k.begin = time.Now()
-	k.minuteCounters = deviceCounters()
+	k.firstCounters = deviceCounters()
+	k.minuteCounters = k.firstCounters
 	k.working.Store(true)
 	stop, stopChaos := make(chan struct{}), make(chan struct{})
 	ctx, cancel := context.WithCancel(context.Background())
@@ -389,6 +391,7 @@ func (k *soak) tally(s *side, kind string, begin time.Time, err error) {
 	if ended := new(endedError); errors.As(err, &ended) {
 		excused = excused || s.weather.since(ended.used)
 	}
+	excused = excused && !valkey.IsParseErr(err)
 	for _, never := range inexcusable {
 		excused = excused && !errors.Is(err, never)
 	}
@@ -423,7 +426,7 @@ func (k *soak) wrong(format string, args ...any) {
 func (k *soak) logf(format string, args ...any) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if k.terminal {
+	if k.live {
 		fmt.Print("\r\x1b[K")
 	}
 	fmt.Printf(format+"\n", args...)
@@ -446,7 +449,8 @@ func (k *soak) report() bool {
 	list("Disturbances", k.disturbances)
 	list("Besides", k.notes)
 	list("Errors", k.errors)
-	fmt.Printf("\nCalm, when any error counts: %.0f s of the server, %.0f s of the cluster\n", k.alone.weather.calm.Seconds(),
+	fmt.Printf("\nThe device's counters, in all: %s\n", changed(k.firstCounters, k.minuteCounters))
+	fmt.Printf("Calm, when any error counts: %.0f s of the server, %.0f s of the cluster\n", k.alone.weather.calm.Seconds(),
 		k.cluster.weather.calm.Seconds())
 	if k.operations == 0 {
 		k.violations = append(k.violations, "nothing was done")

@@ -95,7 +95,7 @@ func (k *soak) watch(stop <-chan struct{}) {
 	ticker := time.NewTicker(heartbeat)
 	defer ticker.Stop()
 	every := 10 * time.Second
-	if k.terminal {
+	if k.live {
 		every = time.Second
 	}
 	var nextSample, nextLine time.Duration
@@ -155,7 +155,7 @@ func (k *soak) progress(at time.Duration) {
 	rate := float64(ops-k.progressOps) / max(d.Seconds(), 0.001)
 	k.progressOps, k.progressAt = ops, at
 	line := fmt.Sprintf("%s of %v: %d operations, %.0f/s, %d errors, %d wrong", clock(at), k.length, ops, rate, k.failures, len(k.violations))
-	if k.terminal {
+	if k.live {
 		fmt.Printf("\r\x1b[K%s", line)
 	} else {
 		fmt.Println(line)

@@ -763,7 +763,11 @@ func (w *worker) verify(l *lane) {
 		b, err := get(c.key)
 		w.checkRead(l, c, b, err)
 	}
-	for _, c := range []*counter{&l.plain, &l.certain, &l.script} {
+	counters := []*counter{&l.plain, &l.script}
+	if l.cluster {
+		counters = append(counters, &l.certain)
+	}
+	for _, c := range counters {
 		b, err := get(c.key)
 		if err != nil && !valkey.IsValkeyNil(err) {
 			continue
