@@ -679,6 +679,6 @@ func (v visit) bgsave(t *testing.T) {
 		require.Equal(t, "ok", v.s.Info("rdb_last_bgsave_status"))
 	}
 	l.progress(50)
-	l.finish()
+	l.finishDurable()
 	require.Empty(t, l.errors)
 }

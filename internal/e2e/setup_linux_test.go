@@ -294,6 +294,7 @@ func plain(ctx context.Context, client valkey.Client, key, value string) error {
 type load struct {
 	t      testing.TB
 	client valkey.Client
+	prefix string // of its keys
 	ctx    context.Context
 	stop   chan struct{}
 	wg     sync.WaitGroup
@@ -302,13 +303,14 @@ type load struct {
 	acked  []string       // keys; the value is the key
 	reads  int            // that brought the right value
 	incrs  [4]int         // of pipelined INCRs, those that succeeded
+	tries  [4]int         // and all of them
 	errors map[string]int // of writes, by their text without addresses
 	odd    []error        // those that a caller could make nothing of
 }
 
 func startLoad(t testing.TB, client valkey.Client, prefix string, set func(context.Context, valkey.Client, string, string) error) *load {
 	t.Helper()
-	l := &load{t: t, client: client, ctx: within(t, 3*patience), stop: make(chan struct{}), errors: map[string]int{}}
+	l := &load{t: t, client: client, prefix: prefix, ctx: within(t, 3*patience), stop: make(chan struct{}), errors: map[string]int{}}
 	for w := range 3 {
 		l.wg.Go(func() {
 			for i := 0; !l.stopped(); i++ {
@@ -351,14 +353,15 @@ func startLoad(t testing.TB, client valkey.Client, prefix string, set func(conte
 	// Those that share a connection: what fails is not repeated, and whatever succeeds shows that no INCR was done twice. A server that
 	// takes over may have missed the last ones.
 	for w := range l.incrs {
-		key := fmt.Sprintf("%s:pipelined:%d", prefix, w)
+		key := l.counter(w)
 		l.wg.Go(func() {
-			for attempts := int64(1); !l.stopped(); attempts++ {
+			for !l.stopped() {
+				l.tries[w]++
 				n, err := client.Do(l.ctx, client.B().Incr().Key(key).Build()).AsInt64()
 				l.note(err, func() { l.incrs[w]++ })
 				if err != nil {
 					time.Sleep(20 * time.Millisecond)
-				} else if !assert.Positive(t, n) || !assert.LessOrEqual(t, n, attempts, key) {
+				} else if !assert.Positive(t, n) || !assert.LessOrEqual(t, n, int64(l.tries[w]), key) {
 					return
 				}
 			}
@@ -366,6 +369,8 @@ func startLoad(t testing.TB, client valkey.Client, prefix string, set func(conte
 	}
 	return l
 }
+
+func (l *load) counter(w int) string { return fmt.Sprintf("%s:pipelined:%d", l.prefix, w) }
 
 func (l *load) stopped() bool {
 	select {
@@ -417,6 +422,19 @@ func (l *load) progress(n int) {
 		return true
 	})
 	require.False(l.t, l.t.Failed())
+}
+
+// finishDurable is finish where no server takes over from another, so that INCRs, too, are all there: as many as succeeded, and of
+// those that failed each once or not at all.
+func (l *load) finishDurable() {
+	l.t.Helper()
+	l.finish()
+	for w := range l.incrs {
+		n, err := l.client.Do(l.ctx, l.client.B().Get().Key(l.counter(w)).Build()).AsInt64()
+		require.NoError(l.t, err)
+		require.GreaterOrEqual(l.t, n, int64(l.incrs[w]), "acknowledged INCRs are lost")
+		require.LessOrEqual(l.t, n, int64(l.tries[w]), "INCRs were done twice")
+	}
 }
 
 // finish stops, and looks for every acknowledged write.

@@ -85,7 +85,7 @@ func TestServerKilled(t *testing.T) {
 			s.run()
 		}
 		l.progress(50)
-		l.finish()
+		l.finishDurable()
 		require.NotEmpty(t, l.errors)
 		require.Greater(t, d.count(), 3)
 		d.requireVia(t, tr, s.Addr)
@@ -118,7 +118,7 @@ func TestClientKill(t *testing.T) {
 			l.progress(20)
 			require.Greater(t, d.count(), before)
 		}
-		l.finish()
+		l.finishDurable()
 		d.requireVia(t, tr, s.Addr)
 	})
 }
@@ -210,7 +210,7 @@ func TestIOThreads(t *testing.T) {
 		d.requireVia(t, tr, s.Addr)
 		for _, field := range []string{"io_threaded_reads_processed", "io_threaded_writes_processed"} {
 			t.Logf("%s: %s", field, s.Info(field))
-			require.NotEqual(t, "0", s.Info(field))
+			require.Regexp(t, "^[1-9]", s.Info(field))
 		}
 	})
 }
