@@ -77,7 +77,8 @@ type Dialer struct {
 	// Fallback, if it is not nil, is told of each dial over RDMA that failed, and why; if it returns true, the client gets a
 	// connection over TCP to dst (not to the address of Route). So that there is time for this, a dial over RDMA takes at
 	// most half of the time there is. There is no fallback from ErrTLS, from a Dialer that is set up wrong, nor after ctx
-	// has ended. It is called by several goroutines at once.
+	// has ended. It hears of dials alone: a server in protected mode may accept a connection and end it just after. It is called by
+	// several goroutines at once.
 	Fallback func(dst string, err error) bool
 }
 
@@ -107,6 +108,8 @@ func (dl *Dialer) DialCtxFn(ctx context.Context, dst string, d *net.Dialer, cfg 
 	}
 	via, address := dl.route(dst)
 	if via != network {
+		ctx, cancel := context.WithDeadline(ctx, dialDeadline(ctx, d, time.Now())) // of its own, net.Dialer has no limit
+		defer cancel()
 		return dialOther(ctx, via, address, dst, d, cfg)
 	}
 	if dl.Fallback == nil || cfg != nil {

@@ -10,6 +10,7 @@ import (
 	"net/http/httptest"
 	"net/netip"
 	"os"
+	"syscall"
 	"testing"
 	"time"
 
@@ -44,6 +45,22 @@ func requireGreeting(t *testing.T, c net.Conn, err error) {
 	b, err := io.ReadAll(c)
 	require.NoError(t, err)
 	require.Equal(t, "hello", string(b))
+}
+
+// With no limit of the caller's, a dial by a network of net.Dialer has that of DialCtxFn.
+func TestRouteLimit(t *testing.T) {
+	addr := greeter(t)
+	dl := Dialer{Route: func(string) (string, string) { return "tcp", "" }}
+	deadline := time.Time{}
+	d := net.Dialer{ControlContext: func(ctx context.Context, _, _ string, _ syscall.RawConn) error {
+		deadline, _ = ctx.Deadline()
+		return nil
+	}}
+	latest := time.Now().Add(defaultDialTimeout)
+	c, err := dl.DialCtxFn(t.Context(), addr, &d, nil)
+	requireGreeting(t, c, err)
+	require.False(t, deadline.Before(latest))
+	require.Less(t, deadline.Sub(latest), defaultDialTimeout)
 }
 
 // What a Route names is what is dialled.
