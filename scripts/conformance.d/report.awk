@@ -37,6 +37,8 @@ END {
         note("skipped", what); tcp = rdma = "NA"
       } else if (tcp == "FAIL" && rdma == "FAIL" && entry) {
         na[entry]++; tcp = rdma = "NA"
+      } else if (tcp == "PASS" && rdma == "FAIL" && verdict[s, "tcp-lab", name[j]] == "FAIL") {
+        note("laboratory", what); rdma = "NA"
       } else if (tcp == "PASS" && rdma == "PASS") {
         if (entry) note("stale", what " (" reason[entry] ")")
       } else {
@@ -55,11 +57,12 @@ END {
   }
   title["broken"] = "Runs that count as failed:"
   title["ours"] = "FAILED OVER RDMA, passed over TCP:"
+  title["laboratory"] = "Failed over RDMA and, in the same laboratory, over TCP; passed over TCP on the machine itself:"
   title["unexplained"] = "Failed over both, and not in the table of what is not applicable:"
   title["different"] = "Another difference between TCP and RDMA:"
   title["stale"] = "In the table of what is not applicable, but passed:"
   title["skipped"] = "Skipped by the suite itself:"
-  n = split("broken ours unexplained different stale skipped", order, " ")
+  n = split("broken ours laboratory unexplained different stale skipped", order, " ")
   for (i = 1; i <= n; i++)
     if (lists[order[i]] != "") printf "\n%s\n%s", title[order[i]], lists[order[i]]
   print "\nNot applicable:"
