@@ -18,10 +18,10 @@ test: ## all tests, the integration tests in the laboratory among them
 test-run: ## one test of the laboratory: make test-run RUN=TestPing
 	@scripts/test run '$(RUN)'
 
-test-race: ## the laboratory's tests with the race detector and checkptr
+test-race: ## the laboratory's tests, but internal/e2e, with the race detector and checkptr
 	@scripts/test race
 
-test-asan: ## the laboratory's tests with the address sanitizer, leaks included
+test-asan: ## the same with the address sanitizer, leaks included
 	@scripts/test asan
 
 fuzz: ## fuzz the protocol, a minute each: make fuzz FUZZTIME=10m
