@@ -96,7 +96,8 @@ func DialCtxFn(ctx context.Context, dst string, d *net.Dialer, cfg *tls.Config) 
 // and KeepAlive (how long nothing may come from the server before it is probed; at least 5 s, 0 means 15 s, negative never) are
 // honoured; with no limit there nor in ctx, the dial fails after 30 seconds. It returns when the server has
 // announced its receive window, so the connection can be written to at once. A server accepts one connection after the other, so
-// no more than 8 dials from one address to another are under way at a time, 2 once one was given up; others wait for their turn.
+// no more than 8 dials from one address to another are under way at a time, 2 once one was given up; others
+// wait for their turn, in the order in which they came.
 //
 // cfg must be nil: RDMA has no TLS, and the error is ErrTLS. Routes over TCP honour it.
 //
@@ -106,18 +107,16 @@ func (dl *Dialer) DialCtxFn(ctx context.Context, dst string, d *net.Dialer, cfg 
 	if d == nil {
 		d = &net.Dialer{}
 	}
+	deadline := dialDeadline(ctx, d, time.Now())
+	ctx, cancel := context.WithDeadline(ctx, deadline)
+	defer cancel()
 	via, address := dl.route(dst)
 	if via != network {
-		ctx, cancel := context.WithDeadline(ctx, dialDeadline(ctx, d, time.Now())) // of its own, net.Dialer has no limit
-		defer cancel()
 		return dialOther(ctx, via, address, dst, d, cfg)
 	}
 	if dl.Fallback == nil || cfg != nil {
 		return dl.dial(ctx, address, d, cfg)
 	}
-	deadline := dialDeadline(ctx, d, time.Now())
-	ctx, cancel := context.WithDeadline(ctx, deadline)
-	defer cancel()
 	first, cancelFirst := context.WithTimeout(ctx, time.Until(deadline)/2)
 	conn, err := dl.dial(first, address, d, nil)
 	cancelFirst()
@@ -151,7 +150,7 @@ func dialOther(ctx context.Context, via, address, dst string, d *net.Dialer, cfg
 	return d.DialContext(ctx, via, address)
 }
 
-// dial is DialCtxFn for RDMA alone.
+// dial is DialCtxFn for RDMA alone. ctx has a deadline.
 func (dl *Dialer) dial(ctx context.Context, dst string, d *net.Dialer, cfg *tls.Config) (net.Conn, error) {
 	if cfg != nil {
 		return nil, dialError(nil, dst, ErrTLS)
@@ -164,8 +163,6 @@ func (dl *Dialer) dial(ctx context.Context, dst string, d *net.Dialer, cfg *tls.
 	if err != nil {
 		return nil, dialError(d.LocalAddr, dst, err)
 	}
-	ctx, cancel := context.WithDeadline(ctx, dialDeadline(ctx, d, time.Now()))
-	defer cancel()
 	if ctx.Err() != nil {
 		return nil, dialError(d.LocalAddr, dst, contextError(ctx, "starting to dial"))
 	}

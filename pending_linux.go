@@ -12,7 +12,7 @@ import (
 
 // A server accepts one client after the other, and answers nobody meanwhile. Of many dials at the same time each would take as long as
 // all of them, so that many callers, as those of a pool after the server was restarted, might all be too late. So no more than
-// maxActive are under way to a server, and others wait for their turn.
+// maxActive are under way to a server, and others wait for their turn, in the order in which they came.
 //
 // Callers that have less time than it takes, and try again, would keep it busy with connections that come too late, for ever. So once a
 // dial to a server was given up,
@@ -44,15 +44,16 @@ const spareTime = time.Second
 var pending = newDials()
 
 type dials struct {
-	mu      sync.Mutex
-	to      map[path]*dialsTo
-	changed chan struct{} // closed, and made anew, when there may be something for those who wait
+	mu sync.Mutex
+	to map[path]*dialsTo
 }
 
-func newDials() *dials { return &dials{to: make(map[path]*dialsTo), changed: make(chan struct{})} }
+func newDials() *dials { return &dials{to: make(map[path]*dialsTo)} }
 
 // dialsTo are those of one path.
 type dialsTo struct {
+	waiting   []*waiter   // in the order in which they came
+	recheck   *time.Timer // for when it is lostAfter since the last one began
 	began     time.Time   // when the last one began
 	succeeded time.Time   // when the last one began that has succeeded
 	active    []time.Time // when they began
@@ -77,57 +78,133 @@ type wish struct {
 	options options
 }
 
-// begin waits for the turn of a dial, which begins at the time that is returned and has to end; or returns a connection that is there
-// already.
+// A waiter is a caller who waits for a turn.
+type waiter struct {
+	wish
+	deadline time.Time     // zero: there is none
+	half     time.Duration // of the time that it had at first
+	turn     chan turn     // has room for the one that it gets
+}
+
+// A turn is a connection that is there already, or a dial that began then and has to end.
+type turn struct {
+	conn  *conn
+	began time.Time
+}
+
+// begin waits for a turn.
 func (d *dials) begin(ctx context.Context, w wish) (*conn, time.Time, error) {
-	deadline, limited := ctx.Deadline()
-	left := func() time.Duration { return time.Until(deadline) }
-	half := left() / 2
+	me := &waiter{wish: w, turn: make(chan turn, 1)}
+	if deadline, limited := ctx.Deadline(); limited {
+		me.deadline, me.half = deadline, time.Until(deadline)/2
+	}
 	for {
-		d.mu.Lock()
-		to := d.to[w.path]
-		if to == nil {
-			to = new(dialsTo)
-			d.to[w.path] = to
-		}
-		wanted := func(s spare) bool { return s.of == w }
-		isThere := slices.ContainsFunc(to.spares, wanted)
-		// A caller that has waited for long, and has little time left, leaves a connection to those who can still make use of it.
-		if isThere && !(limited && left() < min(half, littleTime)) {
-			c := d.take(w.path, wanted)
-			ended := c.ended()
-			d.mu.Unlock()
-			if !ended {
-				return c, time.Time{}, nil
-			}
-			_ = c.Close()
-			continue
-		}
-		paused := to.pauses > 0 && limited && left() <= to.took
-		lost := lostAfter - time.Since(to.began)
-		most := maxPending
-		if to.calm() {
-			most = maxActive
-		}
-		if !isThere && !paused && (to.unanswered(to.active)+to.unanswered(to.abandoned) < most || lost <= 0) {
-			began := time.Now()
-			to.began, to.active = began, append(to.active, began)
-			d.mu.Unlock()
-			return nil, began, nil
-		}
-		changed := d.changed
-		d.mu.Unlock()
-		var mayBeLost <-chan time.Time
-		if !isThere && !paused {
-			mayBeLost = time.After(lost)
-		}
+		d.enter(me)
+		var t turn
 		select {
-		case <-changed:
-		case <-mayBeLost:
+		case t = <-me.turn:
 		case <-ctx.Done():
-			return nil, time.Time{}, contextError(ctx, "waiting for earlier dials to this address to be over")
+			if d.leave(me) {
+				return nil, time.Time{}, contextError(ctx, "waiting for earlier dials to this address to be over")
+			}
+			t = <-me.turn // it came at the same time
+		}
+		if t.conn == nil || !t.conn.ended() {
+			return t.conn, t.began, nil
+		}
+		_ = t.conn.Close()
+	}
+}
+
+func (d *dials) enter(me *waiter) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	to := d.to[me.path]
+	if to == nil {
+		to = new(dialsTo)
+		d.to[me.path] = to
+	}
+	to.waiting = append(to.waiting, me)
+	d.serve(me.path)
+}
+
+// leave is false if the turn has come.
+func (d *dials) leave(me *waiter) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	to := d.to[me.path]
+	if to == nil {
+		return false
+	}
+	i := slices.Index(to.waiting, me)
+	if i < 0 {
+		return false
+	}
+	to.waiting = slices.Delete(to.waiting, i, i+1)
+	d.serve(me.path)
+	return true
+}
+
+// serve is called after each change. It gives turns to those who wait, the first of those for whom there is something: were it any
+// of them, as it happens, some would be overtaken until their time is over.
+func (d *dials) serve(of path) {
+	to := d.to[of]
+	for i := 0; i < len(to.waiting); i++ {
+		m := to.waiting[i]
+		if t, ok := to.turn(m); ok {
+			m.turn <- t
+			to.waiting = slices.Delete(to.waiting, i, i+1)
+			i = -1 // it may have been what those before it waited for
 		}
 	}
+	if to.recheck != nil {
+		to.recheck.Stop()
+	}
+	if len(to.waiting)+len(to.active)+len(to.abandoned)+len(to.spares)+to.pauses == 0 {
+		delete(d.to, of)
+		return
+	}
+	if lost := lostAfter - time.Since(to.began); lost > 0 && len(to.waiting) > 0 {
+		to.recheck = time.AfterFunc(lost, func() {
+			d.mu.Lock()
+			defer d.mu.Unlock()
+			if d.to[of] == to {
+				d.serve(of)
+			}
+		})
+	}
+}
+
+// turn is what there is for m, if anything.
+func (to *dialsTo) turn(m *waiter) (turn, bool) {
+	limited, left := !m.deadline.IsZero(), time.Until(m.deadline)
+	if i := slices.IndexFunc(to.spares, func(s spare) bool { return s.of == m.wish }); i >= 0 {
+		// A caller that has waited for long, and has little time left, leaves a connection to those who can still make use of it.
+		if limited && left < min(m.half, littleTime) {
+			return turn{}, false
+		}
+		return turn{conn: to.takeSpare(i)}, true
+	}
+	if to.pauses > 0 && limited && left <= to.took {
+		return turn{}, false
+	}
+	most := maxPending
+	if to.calm() {
+		most = maxActive
+	}
+	if to.unanswered(to.active)+to.unanswered(to.abandoned) >= most && time.Since(to.began) < lostAfter {
+		return turn{}, false
+	}
+	to.began = time.Now()
+	to.active = append(to.active, to.began)
+	return turn{began: to.began}, true
+}
+
+func (to *dialsTo) takeSpare(i int) *conn {
+	c := to.spares[i].conn
+	to.spares = slices.Delete(to.spares, i, i+1)
+	to.kept--
+	return c
 }
 
 // unanswered is how many dials, which began at these times, may still be answered. A server accepts in turn.
@@ -156,32 +233,6 @@ func (to *dialsTo) answered(began time.Time) {
 // calm says whether nothing is left of dials that were given up.
 func (to *dialsTo) calm() bool { return to.unanswered(to.abandoned)+len(to.spares)+to.pauses == 0 }
 
-// take removes a spare connection, the first that is wanted. nil: there is none.
-func (d *dials) take(of path, wanted func(spare) bool) *conn {
-	to := d.to[of]
-	if to == nil {
-		return nil
-	}
-	i := slices.IndexFunc(to.spares, wanted)
-	if i < 0 {
-		return nil
-	}
-	c := to.spares[i].conn
-	to.spares = slices.Delete(to.spares, i, i+1)
-	to.kept--
-	d.tidy(of)
-	return c
-}
-
-// tidy is called when less is pending.
-func (d *dials) tidy(of path) {
-	if to := d.to[of]; len(to.active)+len(to.abandoned)+len(to.spares)+to.pauses == 0 {
-		delete(d.to, of)
-	}
-	close(d.changed)
-	d.changed = make(chan struct{})
-}
-
 // end is called when a dial that was let through has succeeded or failed; it began then.
 func (d *dials) end(of path, began time.Time, succeeded bool) {
 	d.mu.Lock()
@@ -191,7 +242,7 @@ func (d *dials) end(of path, began time.Time, succeeded bool) {
 	if succeeded {
 		to.answered(began)
 	}
-	d.tidy(of)
+	d.serve(of)
 }
 
 // abandon counts a dial that goes on after its end. True: as a connection that may be of use.
@@ -221,7 +272,7 @@ func (d *dials) abandoned(w wish, began time.Time, kept bool, c *conn, wentOn bo
 			d.mu.Lock()
 			defer d.mu.Unlock()
 			to.pauses--
-			d.tidy(w.path)
+			d.serve(w.path)
 		})
 	}
 	if c != nil {
@@ -231,15 +282,28 @@ func (d *dials) abandoned(w wish, began time.Time, kept bool, c *conn, wentOn bo
 	} else if kept {
 		to.kept--
 	}
-	d.tidy(w.path)
+	d.serve(w.path)
 }
 
 // discard closes a spare connection that nobody wanted.
 func (d *dials) discard(of path, c *conn) {
-	d.mu.Lock()
-	unwanted := d.take(of, func(s spare) bool { return s.conn == c })
-	d.mu.Unlock()
-	if unwanted != nil {
-		_ = unwanted.Close()
+	if d.unwanted(of, c) {
+		_ = c.Close()
 	}
+}
+
+func (d *dials) unwanted(of path, c *conn) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	to := d.to[of]
+	if to == nil {
+		return false
+	}
+	i := slices.IndexFunc(to.spares, func(s spare) bool { return s.conn == c })
+	if i < 0 {
+		return false
+	}
+	to.takeSpare(i)
+	d.serve(of)
+	return true
 }

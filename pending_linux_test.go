@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/valkeyrdma/valkeyrdma/internal/rdmatest"
@@ -98,6 +99,51 @@ func TestDialsAtOnce(t *testing.T) {
 	require.NoError(t, begin(100*time.Millisecond), "what was overtaken does not count")
 	for len(active) > 0 {
 		end(0, false)
+	}
+	require.Empty(t, d.to)
+}
+
+// Those who wait have their turns in the order in which they came, however many come after them.
+func TestDialsInOrder(t *testing.T) {
+	watchdog(t, time.Minute)
+	d := newDials()
+	w := wish{path: path{remote: netip.MustParseAddrPort("10.0.0.7:6378")}}
+	waiting := func() int {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		if to := d.to[w.path]; to != nil {
+			return len(to.waiting)
+		}
+		return 0
+	}
+	type turn struct {
+		who   int
+		began time.Time
+	}
+	const callers = 5 * maxActive
+	turns := make(chan turn, callers)
+	for who := range callers {
+		go func() {
+			began, err := d.letThrough(w, time.Minute)
+			assert.NoError(t, err)
+			turns <- turn{who, began}
+		}()
+		require.Eventually(t, func() bool { return waiting()+len(turns) == who+1 }, 10*time.Second, time.Millisecond)
+	}
+	// As many as may be under way, in any order, and then one for each that ends.
+	var active []turn
+	for range maxActive {
+		active = append(active, <-turns)
+	}
+	for next := maxActive; next < callers; next++ {
+		d.end(w.path, active[0].began, true)
+		_, err := d.letThrough(w, 10*time.Millisecond)
+		require.ErrorIs(t, err, os.ErrDeadlineExceeded, "a newcomer has overtaken those who wait")
+		active = append(active[1:], <-turns)
+		require.Equal(t, next, active[len(active)-1].who)
+	}
+	for _, last := range active {
+		d.end(w.path, last.began, true)
 	}
 	require.Empty(t, d.to)
 }
