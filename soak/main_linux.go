@@ -434,6 +434,8 @@ func (k *soak) logf(format string, args ...any) {
 
 // report prints what there was, and tells whether all was right.
 func (k *soak) report() bool {
+	k.printing.Lock()
+	defer k.printing.Unlock()
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	list := func(title string, counts map[string]int64) {

@@ -192,6 +192,16 @@ type migration struct {
 	from, to *server
 }
 
+// migrate prepares the migration of key's slot to the next master.
+func (c *cluster) migrate(t testing.TB, key string) migration {
+	t.Helper()
+	m := migration{c: c, slot: c.slot(t, key)}
+	m.from, _ = c.serving(t, m.slot)
+	masters, _ := c.masters()
+	m.to = masters[(slices.Index(masters, m.from)+1)%len(masters)]
+	return m
+}
+
 func (m migration) begin() {
 	m.to.do("CLUSTER", "SETSLOT", strconv.FormatInt(m.slot, 10), "IMPORTING", m.c.ids[m.from])
 	m.from.do("CLUSTER", "SETSLOT", strconv.FormatInt(m.slot, 10), "MIGRATING", m.c.ids[m.to])
@@ -372,12 +382,12 @@ func (c *cluster) testShardedPubSub(t *testing.T, tr transport) {
 func (c *cluster) testRedirects(t *testing.T, tr transport) {
 	ctx := within(t, patience)
 	key := func(way int) string { return fmt.Sprintf("{redirects}:%d", way) }
-	m := migration{c: c, slot: c.slot(t, key(0))}
-	m.from, _ = c.serving(t, m.slot)
-	masters, _ := c.masters()
-	m.to = masters[(slices.Index(masters, m.from)+1)%3]
-	elsewhere := "elsewhere" // in a slot that stays, so that batches have answers of both kinds
-	for to, _ := c.serving(t, c.slot(t, elsewhere)); to != m.to; to, _ = c.serving(t, c.slot(t, elsewhere)) {
+	m := c.migrate(t, key(0))
+	elsewhere := "elsewhere" // in a slot that stays with the new master, so that batches have answers of both kinds
+	for {
+		if master, _ := c.serving(t, c.slot(t, elsewhere)); master == m.to {
+			break
+		}
 		elsewhere += "+"
 	}
 	const lifetime, uncached = time.Minute, 3
@@ -491,10 +501,7 @@ func (c *cluster) testResharding(t *testing.T, tr transport) {
 	}
 	asks, moves := redirects("ASK"), redirects("MOVED")
 	for i := range counters {
-		m := migration{c: c, slot: c.slot(t, key(i))}
-		m.from, _ = c.serving(t, m.slot)
-		masters, _ := c.masters()
-		m.to = masters[(slices.Index(masters, m.from)+1)%3]
+		m := c.migrate(t, key(i))
 		progress(i)
 		m.begin()
 		progress(i)

@@ -298,12 +298,12 @@ type load struct {
 	ctx    context.Context
 	stop   chan struct{}
 	wg     sync.WaitGroup
+	tries  [4]int // of pipelined INCRs, each the number of its goroutine's, until that is over
 
 	mu     sync.Mutex
 	acked  []string       // keys; the value is the key
 	reads  int            // that brought the right value
-	incrs  [4]int         // of pipelined INCRs, those that succeeded
-	tries  [4]int         // and all of them
+	incrs  [4]int         // of the tries, those that succeeded
 	errors map[string]int // of writes, by their text without addresses
 	odd    []error        // those that a caller could make nothing of
 }
