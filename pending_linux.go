@@ -24,7 +24,7 @@ import (
 //
 // It ends when none is left that was given up. Nor may those stand in the way that nobody will ever answer, because the host was
 // replaced, say, and they ask the old one: whenever none has begun for lostAfter, another may; and once one has succeeded, those that
-// began before it do not count any more.
+// began before it do not count any more, if that was lostAfter ago.
 const (
 	maxActive  = 8
 	maxPending = 2
@@ -207,10 +207,11 @@ func (to *dialsTo) takeSpare(i int) *conn {
 	return c
 }
 
-// unanswered is how many dials, which began at these times, may still be answered. A server accepts in turn.
+// unanswered is how many dials, which began at these times, may still be answered. A server accepts in turn, but those that it accepts
+// one after the other may end in any order.
 func (to *dialsTo) unanswered(dials []time.Time) (n int) {
 	for _, began := range dials {
-		if !began.Before(to.succeeded) {
+		if !began.Before(to.succeeded) || time.Since(began) < lostAfter {
 			n++
 		}
 	}

@@ -101,6 +101,17 @@ func TestDialsAtOnce(t *testing.T) {
 		end(0, false)
 	}
 	require.Empty(t, d.to)
+
+	for range maxActive {
+		require.NoError(t, begin(time.Second))
+	}
+	end(maxActive-1, true)
+	require.NoError(t, begin(100*time.Millisecond))
+	require.ErrorIs(t, begin(100*time.Millisecond), os.ErrDeadlineExceeded, "those that were overtaken just now are not stuck")
+	for len(active) > 0 {
+		end(0, false)
+	}
+	require.Empty(t, d.to)
 }
 
 // Those who wait have their turns in the order in which they came, however many come after them.
