@@ -303,15 +303,22 @@ func (c *cluster) testSlots(t *testing.T, tr transport) {
 	}
 }
 
+// readReplicas makes a client whose SendToReplicas sends them what only reads.
+func (c *cluster) readReplicas(t testing.TB, tr transport) (valkey.Client, *dials) {
+	t.Helper()
+	masters, _ := c.masters()
+	// valkey-go keeps the connections of InitAddress, and does not say READONLY there: a replica among them would refuse to read.
+	return connect(t, tr, valkey.ClientOption{
+		InitAddress:    []string{masters[0].Addr, masters[1].Addr, masters[2].Addr},
+		SendToReplicas: func(cmd valkey.Completed) bool { return cmd.IsReadOnly() },
+	})
+}
+
 // SendToReplicas sends what only reads to replicas, and nothing else.
 func (c *cluster) testReplicas(t *testing.T, tr transport) {
 	ctx := within(t, patience)
 	masters, replicas := c.masters()
-	// valkey-go keeps the connections of InitAddress, and does not say READONLY there: a replica among them would refuse to read.
-	client, d := connect(t, tr, valkey.ClientOption{
-		InitAddress:    []string{masters[0].Addr, masters[1].Addr, masters[2].Addr},
-		SendToReplicas: func(cmd valkey.Completed) bool { return cmd.IsReadOnly() },
-	})
+	client, d := c.readReplicas(t, tr)
 	const n = 60
 	gets := func(servers []*server) (sum int) {
 		for _, s := range servers {
@@ -530,8 +537,12 @@ func (c *cluster) testResharding(t *testing.T, tr transport) {
 func (c *cluster) testFailover(t *testing.T, tr transport) {
 	client, d := c.connect(t, tr, valkey.ClientOption{})
 	l := startLoad(t, client, "failover:"+tr.name, replicated)
+	replicasClient, replicasD := c.readReplicas(t, tr)
+	readReplicas, finishReplicas := l.readBeside(replicasClient)
 	l.progress(50)
+	readReplicas(50)
 	victim, heir := c.serving(t, 0)
+	replicasD.requireVia(t, tr, heir.Addr)
 	timeout := func(ms string, nodes []*server) {
 		for _, s := range nodes {
 			s.do("CONFIG", "SET", "cluster-node-timeout", ms)
@@ -542,6 +553,8 @@ func (c *cluster) testFailover(t *testing.T, tr transport) {
 	eventually(t, "the replica is the master", func() bool { return heir.Info("role") == "master" })
 	// Back to the long time at once, so that no other node is declared dead. The killed one starts with it.
 	timeout("30000", slices.DeleteFunc(slices.Clone(c.nodes), func(s *server) bool { return s == victim }))
+	readReplicas(50)
+	finishReplicas() // before there is a replica which has nothing at first
 	victim.run()
 	c.awaitWhole(t)
 	l.progress(50)

@@ -4,8 +4,12 @@ package e2e
 
 import (
 	"context"
+	"crypto/tls"
 	"fmt"
+	"io"
 	"net"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"sync/atomic"
@@ -72,8 +76,18 @@ func TestSentinel(t *testing.T) {
 	require.Equal(t, valkey.ClientModeSentinel, client.Mode())
 	d.requireVia(t, tr, master.Addr)
 
+	// This client asks them by TLS.
+	secure := make(map[string]string)
+	for addr := range sentinels {
+		secure[addr], opt.Sentinel.TLSConfig = overTLS(t, addr)
+	}
 	opt.SendToReplicas = func(cmd valkey.Completed) bool { return cmd.IsReadOnly() }
-	reading, readingD := connectBy(t, dialer, opt)
+	reading, readingD := connectBy(t, &valkeyrdma.Dialer{Route: func(dst string) (string, string) {
+		if sentinels[dst] {
+			return "tcp", secure[dst]
+		}
+		return dialer.Route(dst)
+	}}, opt)
 	ctx := within(t, patience)
 	require.NoError(t, replicated(ctx, reading, "sentinel", "value"))
 	before := replica.calls("get")
@@ -82,6 +96,7 @@ func TestSentinel(t *testing.T) {
 	require.Equal(t, "value", value)
 	require.Equal(t, before+1, replica.calls("get"))
 	readingD.requireVia(t, tr, master.Addr, replica.Addr)
+	requireAsked(t, readingD, sentinels, (*tls.Conn)(nil))
 	reading.Close()
 
 	// Between the promotion and the return of the killed server there is no replica that a write could wait for.
@@ -106,14 +121,52 @@ func TestSentinel(t *testing.T) {
 	l.finish()
 	require.NotEmpty(t, l.errors)
 	d.requireVia(t, tr, master.Addr, replica.Addr)
+	requireAsked(t, d, sentinels, (*net.TCPConn)(nil))
+}
+
+// requireAsked checks that the client has talked to sentinels, always by connections of that type.
+func requireAsked(t testing.TB, d *dials, sentinels map[string]bool, by net.Conn) {
+	t.Helper()
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	asked := 0
 	for addr := range sentinels {
 		for _, c := range d.conns[addr] {
-			require.IsType(t, (*net.TCPConn)(nil), c)
+			require.IsType(t, by, c)
 			asked++
 		}
 	}
 	require.NotZero(t, asked)
+}
+
+// overTLS is a proxy in front of a server that speaks no TLS itself: another address for it, and what to trust there.
+func overTLS(t testing.TB, addr string) (proxy string, trust *tls.Config) {
+	t.Helper()
+	s := httptest.NewTLSServer(nil) // for its certificate
+	s.Close()
+	trust = s.Client().Transport.(*http.Transport).TLSClientConfig.Clone()
+	trust.ServerName = "example.com"
+	l, err := tls.Listen("tcp", "127.0.0.1:0", &tls.Config{Certificates: s.TLS.Certificates})
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = l.Close() })
+	go func() {
+		for {
+			from, err := l.Accept()
+			if err != nil {
+				return
+			}
+			to, err := net.Dial("tcp", addr)
+			if err != nil {
+				_ = from.Close()
+				continue
+			}
+			for _, way := range [][2]net.Conn{{from, to}, {to, from}} {
+				go func() {
+					_, _ = io.Copy(way[0], way[1])
+					_ = way[0].Close()
+				}()
+			}
+		}
+	}()
+	return l.Addr().String(), trust
 }

@@ -327,28 +327,7 @@ func startLoad(t testing.TB, client valkey.Client, prefix string, set func(conte
 		})
 	}
 	for range 2 {
-		l.wg.Go(func() {
-			for i := 0; !l.stopped(); i++ {
-				key, ok := l.pick(i)
-				if !ok {
-					time.Sleep(time.Millisecond)
-					continue
-				}
-				// valkey-go repeats what only reads until it succeeds, so a failover must not show here, but for the moment when no node
-				// knows a master of the slot: that valkey-go says itself, before it asks any server.
-				value, err := client.Do(l.ctx, client.B().Get().Key(key).Build()).ToString()
-				if errors.Is(err, valkey.ErrNoSlot) {
-					time.Sleep(20 * time.Millisecond)
-					continue
-				}
-				if !assert.NoError(t, err, "GET %s", key) || !assert.Equal(t, key, value) {
-					return
-				}
-				l.mu.Lock()
-				l.reads++
-				l.mu.Unlock()
-			}
-		})
+		l.wg.Go(func() { l.read(client, l.stopped, &l.reads) })
 	}
 	// Those that share a connection: what fails is not repeated, and whatever succeeds shows that no INCR was done twice. A server that
 	// takes over may have missed the last ones.
@@ -370,14 +349,64 @@ func startLoad(t testing.TB, client valkey.Client, prefix string, set func(conte
 	return l
 }
 
+// read reads acknowledged writes until over, and counts them.
+func (l *load) read(client valkey.Client, over func() bool, reads *int) {
+	for i := 0; !over(); i++ {
+		key, ok := l.pick(i)
+		if !ok {
+			time.Sleep(time.Millisecond)
+			continue
+		}
+		// valkey-go repeats what only reads until it succeeds, so a failover must not show here, but for the moment when no node
+		// knows a master of the slot: that valkey-go says itself, before it asks any server.
+		value, err := client.Do(l.ctx, client.B().Get().Key(key).Build()).ToString()
+		if errors.Is(err, valkey.ErrNoSlot) {
+			time.Sleep(20 * time.Millisecond)
+			continue
+		}
+		if !assert.NoError(l.t, err, "GET %s", key) || !assert.Equal(l.t, key, value) {
+			return
+		}
+		l.mu.Lock()
+		*reads++
+		l.mu.Unlock()
+	}
+}
+
+// readBeside reads with another client, too, which does not notice what happens meanwhile. finish is to be called before that of l.
+func (l *load) readBeside(client valkey.Client) (progress func(n int), finish func()) {
+	stop, done, reads := make(chan struct{}), make(chan struct{}), 0
+	count := func() int {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		return reads
+	}
+	go func() {
+		defer close(done)
+		l.read(client, func() bool { return closed(stop) || l.stopped() }, &reads)
+	}()
+	progress = func(n int) {
+		l.t.Helper()
+		before := count()
+		eventually(l.t, fmt.Sprintf("%d more reads", n), func() bool { return l.t.Failed() || count() >= before+n })
+		require.False(l.t, l.t.Failed())
+	}
+	return progress, func() {
+		close(stop)
+		<-done
+	}
+}
+
 func (l *load) counter(w int) string { return fmt.Sprintf("%s:pipelined:%d", l.prefix, w) }
 
-func (l *load) stopped() bool {
+func (l *load) stopped() bool { return closed(l.stop) || l.t.Failed() }
+
+func closed(c <-chan struct{}) bool {
 	select {
-	case <-l.stop:
+	case <-c:
 		return true
 	default:
-		return l.t.Failed()
+		return false
 	}
 }
 
