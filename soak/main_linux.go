@@ -25,6 +25,7 @@ import (
 	"github.com/valkey-io/valkey-go"
 	"github.com/valkeyrdma/valkeyrdma"
 	"github.com/valkeyrdma/valkeyrdma/internal/rdmatest"
+	"github.com/valkeyrdma/valkeyrdma/internal/servers"
 )
 
 type soak struct {
@@ -391,10 +392,7 @@ func (k *soak) tally(s *side, kind string, begin time.Time, err error) {
 	if ended := new(endedError); errors.As(err, &ended) {
 		excused = excused || s.weather.since(ended.used)
 	}
-	excused = excused && !valkey.IsParseErr(err)
-	for _, never := range inexcusable {
-		excused = excused && !errors.Is(err, never)
-	}
+	excused = excused && explicable(err)
 	k.mu.Lock()
 	k.failures++
 	k.errors[s.name+": "+kind+": "+normal(err.Error())]++
@@ -404,9 +402,12 @@ func (k *soak) tally(s *side, kind string, begin time.Time, err error) {
 	}
 }
 
-// inexcusable are errors that no disturbance explains.
-var inexcusable = []error{valkeyrdma.ErrProtocol, valkeyrdma.ErrLockedMemory, valkeyrdma.ErrNoDevice, valkeyrdma.ErrNoLibrary,
-	valkeyrdma.ErrIWARP, valkeyrdma.ErrTLS, valkeyrdma.ErrUnsupported}
+// explicable says whether err can come of a disturbance: it tells of a server that is gone or of one that takes over, or that time was
+// up, or that commands which belong together were torn apart by one of these.
+func explicable(err error) bool {
+	return servers.IsClear(err) || errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded) ||
+		errors.Is(err, valkey.ErrDoCacheAborted) || servers.Word(err) == "EXECABORT"
+}
 
 // wrong notes what must not happen.
 func (k *soak) wrong(format string, args ...any) {

@@ -269,6 +269,20 @@ func (s *server) port() string {
 
 var errUnreplicated = errors.New("written, but no replica has it yet")
 
+func isClear(err error) bool { return errors.Is(err, errUnreplicated) || servers.IsClear(err) }
+
+// kind is the text of err without what differs from one to the next.
+func kind(err error) string {
+	if word := servers.Word(err); word != "" {
+		return word
+	}
+	var op *net.OpError
+	if errors.As(err, &op) {
+		return op.Op + " " + op.Net + ": " + op.Err.Error()
+	}
+	return err.Error()
+}
+
 // replicated writes key, and succeeds only if a replica has it: replication is asynchronous, so that the master's own OK means
 // nothing once another takes its place. WAIT is about what its own connection wrote, hence the dedicated client.
 func replicated(ctx context.Context, client valkey.Client, key, value string) error {
