@@ -405,6 +405,9 @@ func (k *soak) tally(s *side, kind string, begin time.Time, err error) {
 // explicable says whether err can come of a disturbance: it tells of a server that is gone or of one that takes over, or that time was
 // up, or that commands which belong together were torn apart by one of these.
 func explicable(err error) bool {
+	if joined, ok := err.(interface{ Unwrap() []error }); ok { // each of those of a DoMulti
+		return !slices.ContainsFunc(joined.Unwrap(), func(err error) bool { return !explicable(err) })
+	}
 	return servers.IsClear(err) || errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded) ||
 		errors.Is(err, valkey.ErrDoCacheAborted) || servers.Word(err) == "EXECABORT"
 }

@@ -2,6 +2,8 @@ package main
 
 import (
 	"context"
+	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -14,14 +16,25 @@ import (
 	"github.com/valkeyrdma/valkeyrdma"
 )
 
+// reply makes an error that Valkey answers with, by way of the format in which valkey-go stores messages.
+func reply(text string) error {
+	var m valkey.ValkeyMessage
+	stored := binary.BigEndian.AppendUint64([]byte("\x00\x00\x00\x00\x00\x00\x00-"), uint64(len(text)))
+	if err := m.CacheUnmarshalView(append(stored, text...)); err != nil {
+		return err
+	}
+	return m.Error()
+}
+
 func TestExplicable(t *testing.T) {
 	op := func(err error) error { return &net.OpError{Op: "read", Net: "rdma", Err: err} }
-	for _, err := range []error{io.EOF, io.ErrUnexpectedEOF, op(syscall.ECONNREFUSED), op(syscall.ECONNRESET), op(syscall.EPIPE),
+	loading, other := reply("LOADING Valkey is loading the dataset in memory"), reply("ERR syntax error")
+	for _, err := range []error{loading, errors.Join(io.EOF, loading), reply("EXECABORT for some reason"), io.EOF, io.ErrUnexpectedEOF, op(syscall.ECONNREFUSED), op(syscall.ECONNRESET), op(syscall.EPIPE),
 		op(net.ErrClosed), op(os.ErrDeadlineExceeded), op(fmt.Errorf("a dial: %w", valkeyrdma.ErrDropped)), context.DeadlineExceeded,
 		valkey.ErrNoSlot, valkey.ErrDoCacheAborted} {
 		require.True(t, explicable(err), "%v", err)
 	}
-	for _, err := range []error{op(valkeyrdma.ErrProtocol), op(valkeyrdma.ErrLockedMemory), op(valkeyrdma.ErrNoDevice),
+	for _, err := range []error{other, errors.Join(io.EOF, other), errors.Join(loading, op(valkeyrdma.ErrProtocol)), op(valkeyrdma.ErrProtocol), op(valkeyrdma.ErrLockedMemory), op(valkeyrdma.ErrNoDevice),
 		op(syscall.ETIMEDOUT), op(syscall.EHOSTUNREACH), op(syscall.EIO), context.Canceled, valkey.ErrClosing, fmt.Errorf("anything else")} {
 		require.False(t, explicable(err), "%v", err)
 	}
