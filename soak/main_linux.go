@@ -24,8 +24,8 @@ import (
 
 	"github.com/valkey-io/valkey-go"
 	"github.com/valkeyrdma/valkeyrdma"
+	"github.com/valkeyrdma/valkeyrdma/internal/outage"
 	"github.com/valkeyrdma/valkeyrdma/internal/rdmatest"
-	"github.com/valkeyrdma/valkeyrdma/internal/servers"
 )
 
 type soak struct {
@@ -408,8 +408,8 @@ func explicable(err error) bool {
 	if joined, ok := err.(interface{ Unwrap() []error }); ok { // each of those of a DoMulti
 		return !slices.ContainsFunc(joined.Unwrap(), func(err error) bool { return !explicable(err) })
 	}
-	return servers.IsClear(err) || errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded) ||
-		errors.Is(err, valkey.ErrDoCacheAborted) || servers.Word(err) == "EXECABORT"
+	return outage.Explains(err) || errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded) ||
+		errors.Is(err, valkey.ErrDoCacheAborted) || outage.Word(err) == "EXECABORT"
 }
 
 // wrong notes what must not happen.

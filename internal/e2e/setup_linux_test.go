@@ -20,6 +20,7 @@ import (
 	"github.com/valkey-io/valkey-go"
 	"github.com/valkeyrdma/valkeyrdma"
 	"github.com/valkeyrdma/valkeyrdma/internal/labtest"
+	"github.com/valkeyrdma/valkeyrdma/internal/outage"
 	"github.com/valkeyrdma/valkeyrdma/internal/servers"
 )
 
@@ -269,11 +270,11 @@ func (s *server) port() string {
 
 var errUnreplicated = errors.New("written, but no replica has it yet")
 
-func isClear(err error) bool { return errors.Is(err, errUnreplicated) || servers.IsClear(err) }
+func isClear(err error) bool { return errors.Is(err, errUnreplicated) || outage.Explains(err) }
 
 // kind is the text of err without what differs from one to the next.
 func kind(err error) string {
-	if word := servers.Word(err); word != "" {
+	if word := outage.Word(err); word != "" {
 		return word
 	}
 	var op *net.OpError

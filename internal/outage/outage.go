@@ -1,4 +1,5 @@
-package servers
+// Package outage tells errors that a server explains which is gone, or is no longer what it was, from others: for tests and the soak.
+package outage
 
 import (
 	"errors"
@@ -11,10 +12,10 @@ import (
 	"github.com/valkeyrdma/valkeyrdma"
 )
 
-// IsClear says whether err is one of those by which a caller can tell what has become of a server that is killed: the end of a
+// Explains says whether err is one of those by which a caller can tell what has become of a server that is killed: the end of a
 // connection (unexpected where it came amid an answer), a dial that nobody answers, and what Valkey or valkey-go says of a topology
 // that changes.
-func IsClear(err error) bool {
+func Explains(err error) bool {
 	for _, is := range []error{io.EOF, io.ErrUnexpectedEOF, valkey.ErrNoSlot} {
 		if errors.Is(err, is) {
 			return true
