@@ -60,7 +60,7 @@ func TestWaitCalls(t *testing.T) {
 		limit *= 3
 	}
 	calls, arms := int64(1e9), uint64(1e9)
-	for tries := 0; tries < 10 || calls > limit && tries < 50; tries++ {
+	for tries := 0; tries < 10 || calls > limit && tries < 300; tries++ { // a host may be busy with other things for seconds
 		spinning(t, c)
 		before, calling := c.Stats(), runtime.NumCgoCall()
 		pingPong(t, c, total)
