@@ -391,20 +391,13 @@ func (l *load) read(client valkey.Client, over func() bool, reads *int) {
 // readBeside reads with another client, too, which does not notice what happens meanwhile. finish is to be called before that of l.
 func (l *load) readBeside(client valkey.Client) (progress func(n int), finish func()) {
 	stop, done, reads := make(chan struct{}), make(chan struct{}), 0
-	count := func() int {
-		l.mu.Lock()
-		defer l.mu.Unlock()
-		return reads
-	}
 	go func() {
 		defer close(done)
 		l.read(client, func() bool { return closed(stop) || l.stopped() }, &reads)
 	}()
 	progress = func(n int) {
 		l.t.Helper()
-		before := count()
-		eventually(l.t, fmt.Sprintf("%d more reads", n), func() bool { return l.t.Failed() || count() >= before+n })
-		require.False(l.t, l.t.Failed())
+		l.await(n, "reads", func() []int { return []int{reads} })
 	}
 	return progress, func() {
 		close(stop)
@@ -451,13 +444,19 @@ func (l *load) note(err error, succeeded func()) {
 // progress waits until there are n more acknowledged writes, as many reads, and as many INCRs of each writer.
 func (l *load) progress(n int) {
 	l.t.Helper()
+	l.await(n, "writes and reads of each kind", func() []int { return append([]int{len(l.acked), l.reads}, l.incrs[:]...) })
+}
+
+// await waits until each of the counts is n more. They are taken while mu is held.
+func (l *load) await(n int, of string, counts func() []int) {
+	l.t.Helper()
 	get := func() []int {
 		l.mu.Lock()
 		defer l.mu.Unlock()
-		return append([]int{len(l.acked), l.reads}, l.incrs[:]...)
+		return counts()
 	}
 	before := get()
-	eventually(l.t, fmt.Sprintf("%d more writes and reads of each kind", n), func() bool {
+	eventually(l.t, fmt.Sprintf("%d more %s", n, of), func() bool {
 		for i, done := range get() {
 			if done < before[i]+n {
 				return l.t.Failed()
